@@ -1,0 +1,1 @@
+"""Experiments that run a step in two ways and give a verdict with numbers."""

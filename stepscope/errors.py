@@ -1,0 +1,27 @@
+"""The one exception that stepscope raises for a user's mistake, and the exit codes of the command line."""
+
+from __future__ import annotations
+
+EXIT_CLEAN = 0
+EXIT_FINDINGS = 1
+EXIT_COULD_NOT_RUN = 2
+EXIT_INTERRUPTED = 130
+
+
+class StepscopeError(Exception):
+    """A mistake in the input or the environment that one line can explain.
+
+    Args:
+        message: what was wrong, in one line, naming the value that was given.
+        hint: what to do about it, in one line.
+        exit_code: what the command line ends with; 2 ("could not run") unless said otherwise.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", exit_code: int = EXIT_COULD_NOT_RUN) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message

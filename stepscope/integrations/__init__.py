@@ -1,0 +1,1 @@
+"""One file per framework, imported only when asked for."""

@@ -1,0 +1,1 @@
+"""The textbook training loop: small, readable, torch only."""

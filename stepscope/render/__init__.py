@@ -1,0 +1,1 @@
+"""From a trace and its outcomes to one ReportModel, and from it to every output format."""

@@ -1,0 +1,1 @@
+"""Observation: every patch and hook, the events they raise, and what the autograd graph tells."""
