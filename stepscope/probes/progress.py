@@ -1,0 +1,106 @@
+"""Where in the run a row stands: epoch, window, attempts and applied steps, and the order of calls."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from stepscope.probes.base import Context, Probe, per_optimizer
+from stepscope.schema import KEYS, Column
+
+if TYPE_CHECKING:
+    from stepscope import events
+    from stepscope.watch.ledger import Row
+
+CALLS = {
+    "F": "forward (training)",
+    "B": "backward",
+    "U": "unscale_",
+    "u": "unscale_ by scaler.step",
+    "C": "clip by norm",
+    "V": "clip by value",
+    "S": "optimizer step",
+    "K": "step skipped by the scaler",
+    "P": "scaler.update",
+    "L": "scheduler.step",
+    "Z": "zero_grad",
+    "E": "averaged model updated",
+    "R": "all_reduce",
+}
+"""The letters of the column `calls`."""
+
+
+class Progress(Probe):
+    """Counts windows, attempts and applied steps, and learns the usual window size."""
+
+    name = "progress"
+    columns = (
+        *KEYS,
+        Column("epoch", "int64", "epochs", "times the DataLoader of this batch has been started", "no DataLoader was used"),
+        Column("optimizer", "string", "", "class and index of the optimizer", "no optimizer claimed the gradients"),
+        Column("window_step", "int64", "micro-steps", "place in the window, from 1"),
+        Column("window_size", "int64", "micro-steps", "micro-steps in the window", "not the window's last row"),
+        Column("global_step", "int64", "optimizer steps", "attempts of the optimizer up to and with this row's window"),
+        Column("applied_steps", "int64", "optimizer steps", "attempts up to here that were not skipped"),
+        Column("sync_gradients", "bool", "", "an optimizer step was attempted after this micro-step"),
+        Column("tail", "bool", "", "the window is shorter than the declared or usual K", "not the window's last row"),
+        Column("calls", "string", "", "calls up to the next micro-step, a letter each: " + ", ".join(f"{k} {v}" for k, v in CALLS.items())),
+        Column("closure", "bool", "", "the step evaluated a closure", "not the window's last row"),
+        Column("step_in_backward", "bool", "", "the step ran inside backward", "not the window's last row"),
+    )
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._epochs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._iterators: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._epoch: int | None = None
+        self._sizes: dict[int, Counter[int]] = {}
+        self._applied: Counter[int] = Counter()
+
+    def on_called(self, event: events.Called) -> None:
+        """Follow the DataLoaders: a batch belongs to the epoch in which its iterator was started."""
+        if event.name == "loader_iter":
+            loader = event.detail["loader"]
+            if loader is not None:
+                self._epochs[loader] = self._epochs.get(loader, 0) + 1
+                self._iterators[event.detail["iterator"]] = self._epochs[loader]
+        elif event.name == "loader_next":
+            self._epoch = self._iterators.get(event.detail["iterator"])
+
+    def on_backward_begin(self, event: events.BackwardBegin) -> None:
+        """Note the epoch of the batch."""
+        event.micro.cells["epoch"] = self._epoch
+
+    def on_step_begin(self, event: events.StepBegin) -> None:
+        """Note how the step is called."""
+        if event.row is not None:
+            event.row.cells["closure"] = event.closure
+            event.row.cells["step_in_backward"] = event.in_backward
+
+    def on_attempt(self, event: events.Attempt) -> None:
+        """An attempt without a backward has no row of its own: it becomes an event."""
+        if event.row is None:
+            self.context.note("step_without_backward", event.optimizer, {"attempt": event.optimizer.attempts})
+
+    def resolve(self, row: Row, cells: dict[str, Any]) -> None:
+        """Fill in counts that depend on the rows before."""
+        key = per_optimizer(row)
+        cells["micro_step"] = row.micro.number
+        cells["optimizer"] = row.optimizer.label if row.optimizer is not None else None
+        cells["window_step"] = row.window_step
+        cells["global_step"] = row.global_step
+        cells["sync_gradients"] = row.attempted
+        cells["calls"] = "".join(row.calls)
+        if row.attempted:
+            if not cells.get("step_skipped"):
+                self._applied[key] += 1
+            cells["tail"] = self._is_tail(key, cells["window_size"])
+        cells["applied_steps"] = self._applied[key]
+
+    def _is_tail(self, key: int, size: int) -> bool:
+        declared = self.context.settings.declared.get("accumulation_steps")
+        sizes = self._sizes.setdefault(key, Counter())
+        usual = int(declared) if declared else sizes.most_common(1)[0][0] if sizes else size
+        sizes[size] += 1
+        return size < usual

@@ -1,0 +1,82 @@
+"""Device scalars and vectors to the host in batches: one copy for each device and dtype, never one for each value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Transfer:
+    """Starts copying every tensor found in `values` (dicts and lists are searched) and replaces them when asked.
+
+    On CUDA the copy runs while training goes on; `result` waits for it, by which time it has long ended.
+    """
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+        self._tensors: dict[int, Any] = {}
+        _collect(values, self._tensors)
+        self._host: list[tuple[list[int], list[tuple[int, ...]], Any]] = []
+        self._done: Any = None
+        self._start()
+
+    def _start(self) -> None:
+        import torch
+
+        kinds: dict[tuple[Any, Any], list[Any]] = {}
+        for tensor in self._tensors.values():
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        for (device, _), tensors in kinds.items():
+            flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+            if device.type == "cuda":
+                pinned = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+                pinned.copy_(flat, non_blocking=True)
+                self._done = torch.cuda.Event()
+                self._done.record(torch.cuda.current_stream(device))
+                flat = pinned
+            self._host.append(([id(t) for t in tensors], [tuple(t.shape) for t in tensors], flat))
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a device is still copying, or may be."""
+        return self._done is not None and not self._done.query()
+
+    def result(self) -> Any:
+        """The values with Python numbers for scalars and lists for vectors."""
+        if self._done is not None:
+            self._done.synchronize()
+        found: dict[int, Any] = {}
+        for ids, shapes, flat in self._host:
+            numbers = flat.tolist()
+            place = 0
+            for key, shape in zip(ids, shapes, strict=True):
+                size = 1
+                for n in shape:
+                    size *= n
+                part = numbers[place : place + size]
+                found[key] = part[0] if not shape else part
+                place += size
+        self._tensors.clear()
+        return _replace(self._values, found)
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "element_size") and hasattr(value, "reshape")
+
+
+def _collect(value: Any, out: dict[int, Any]) -> None:
+    if isinstance(value, dict):
+        for v in value.values():
+            _collect(v, out)
+    elif isinstance(value, list | tuple):
+        for v in value:
+            _collect(v, out)
+    elif _is_tensor(value):
+        out[id(value)] = value
+
+
+def _replace(value: Any, found: dict[int, Any]) -> Any:
+    if isinstance(value, dict):
+        return {k: _replace(v, found) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replace(v, found) for v in value]
+    return found[id(value)] if _is_tensor(value) else value

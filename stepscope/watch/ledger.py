@@ -1,0 +1,123 @@
+"""The books that the watcher keeps: micro-steps, windows, and the optimizers they belong to."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True, eq=False)
+class Micro:
+    """One backward pass. Its `cells` are shared by the rows of all optimizers that it gave gradients to."""
+
+    number: int
+    cells: dict[str, Any] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One micro-step as one optimizer sees it.
+
+    Attributes:
+        micro: the backward pass.
+        optimizer: whose parameters received gradients; None until an optimizer adopts the row.
+        window_step: place in the window, from 1.
+        global_step: attempts of the optimizer up to and with this row's window.
+        cells: what probes have observed; device scalars until the row is resolved.
+        calls: letters of the calls from this backward to the next of the same optimizer.
+        attempted: an optimizer step was attempted after this micro-step.
+        received: the parameters that received a gradient in it, by position in the optimizer.
+    """
+
+    micro: Micro
+    optimizer: WatchedOptimizer | None
+    window_step: int
+    global_step: int
+    cells: dict[str, Any] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    attempted: bool = False
+    left: bool = False
+    received: list[int] = field(default_factory=list)
+
+    def count(self, column: str) -> None:
+        """Add one to a counter cell."""
+        self.cells[column] = self.cells.get(column, 0) + 1
+
+
+class WatchedOptimizer:
+    """An optimizer under watch: its parameters, the open window and the number of attempts.
+
+    Args:
+        optimizer: the optimizer; held weakly, since watching must not keep it alive.
+        index: order of first sight, from 0.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, index: int) -> None:
+        self.ref = weakref.ref(optimizer, lambda _: self.params.clear())
+        self.key = id(optimizer)
+        self.index = index
+        self.kind = type(optimizer).__name__
+        self.label = f"{self.kind}/{index}"
+        self.attempts = 0
+        self.row: Row | None = None
+        self.window: list[Row] = []
+        self.stamps: list[Stamp] = []
+        self.params: list[torch.Tensor] = []
+        self._layout: tuple[int, ...] = ()
+        self.refresh()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer itself, None once it is gone."""
+        return self.ref()
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Its param_groups, empty once it is gone."""
+        optimizer = self.ref()
+        return optimizer.param_groups if optimizer is not None else []
+
+    def refresh(self) -> bool:
+        """Take note of parameters that were added or replaced; True if there were any."""
+        groups = self.groups
+        layout = tuple(id(p) for g in groups for p in g["params"])
+        if layout == self._layout:
+            return False
+        self._layout = layout
+        self.params = list({id(p): p for g in groups for p in g["params"]}.values())
+        self.stamps = stamps(self.params)
+        return True
+
+    def open_row(self, micro: Micro, received: list[int]) -> Row:
+        """A new row at the end of the open window."""
+        row = Row(micro, self, len(self.window) + 1, self.attempts + 1, received=received)
+        self.window.append(row)
+        self.row = row
+        return row
+
+    def close_window(self) -> Row | None:
+        """Count an attempt and end the window; returns its last row, None if no backward preceded the attempt."""
+        self.attempts += 1
+        last = self.window[-1] if self.window else None
+        if last is not None:
+            last.attempted = True
+            last.cells["window_size"] = len(self.window)
+        self.window = []
+        return last
+
+
+Stamp = tuple[int, int] | None
+"""Identity and version of a gradient tensor, None where there is none: equal stamps mean it was not written to.
+
+A write through ``.data`` leaves no trace here, so equal stamps are a hint and not a proof.
+"""
+
+
+def stamps(params: list[torch.Tensor]) -> list[Stamp]:
+    """The stamps of the gradients of `params`."""
+    return [None if (g := p.grad) is None else (id(g), g._version) for p in params]

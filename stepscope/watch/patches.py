@@ -1,0 +1,232 @@
+"""Every patch and global hook, in one table: what is replaced, why, and by what; installed and removed as one.
+
+Official hooks are used where torch has them. Everything else replaces an attribute of a *class* or *module* (never of an
+instance, where schedulers and wrappers would bypass or break it) and is put back exactly as it was. A replacement calls
+the original with the same arguments, tells the listeners before and after, and lets every exception of the original pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+Original = Callable[..., Any]
+
+
+class Listener:
+    """What patches call. Every method may be overridden; none may raise (see `tell`)."""
+
+    def failed(self, method: str, error: Exception) -> None:
+        """A method of this listener raised; it must not disturb the loop."""
+
+
+_listeners: list[Listener] = []
+_undo: list[Callable[[], None]] = []
+
+
+def tell(method: str, *args: Any) -> None:
+    """Call `method` of every listener that has it; what a listener raises stays with it."""
+    for listener in _listeners:
+        heard = getattr(listener, method, None)
+        if heard is not None:
+            try:
+                heard(*args)
+            except Exception as error:  # a fault of ours must never end the user's training
+                listener.failed(method, error)
+
+
+def around(name: str) -> Callable[[Original], Original]:
+    """A replacement that tells ``before_<name>(args, kwargs)`` and ``after_<name>(args, kwargs, result, error)``."""
+    before, after = f"before_{name}", f"after_{name}"
+
+    def make(original: Original) -> Original:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            tell(before, args, kwargs)
+            try:
+                result = original(*args, **kwargs)
+            except BaseException as error:
+                tell(after, args, kwargs, None, error)
+                raise
+            tell(after, args, kwargs, result, None)
+            return result
+
+        return replacement
+
+    return make
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One replaced attribute.
+
+    Attributes:
+        owner: dotted path of the module or class that holds it.
+        attribute: its name.
+        why: what it is watched for.
+        make: builds the replacement from the original.
+    """
+
+    owner: str
+    attribute: str
+    why: str
+    make: Callable[[Original], Original]
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch("torch.autograd", "backward", "a micro-step; Tensor.backward calls it through the module", around("backward")),
+    Patch("torch.autograd", "grad", "hooks on loss nodes also fire under it and must not be counted", around("grad")),
+    Patch("torch.amp.grad_scaler.GradScaler", "__init__", "a scaler exists", around("scaler_init")),
+    Patch("torch.amp.grad_scaler.GradScaler", "scale", "which loss carries which scale", around("scale")),
+    Patch("torch.amp.grad_scaler.GradScaler", "unscale_", "from here gradients are unscaled", around("unscale")),
+    Patch("torch.amp.grad_scaler.GradScaler", "step", "an attempt to step, skipped or not", around("scaler_step")),
+    Patch("torch.amp.grad_scaler.GradScaler", "update", "the scale before and after", around("update")),
+    Patch("torch.amp.grad_scaler.GradScaler", "load_state_dict", "a resume", around("load_scaler")),
+    # clip_grad_norm_ looks these two up in its module's globals: both import styles of it are seen.
+    Patch("torch.nn.utils.clip_grad", "_get_total_norm", "the norm that a clip finds", around("total_norm")),
+    Patch("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "the clip itself", around("clip")),
+    Patch("torch.nn.utils.clip_grad", "clip_grads_with_norm_", "the clip, as a script's own norm calls it", around("clip")),
+    Patch("torch.nn.utils", "clip_grads_with_norm_", "the same, as most scripts reach it", around("clip")),
+    Patch("torch.nn.utils.clip_grad", "clip_grad_value_", "a clip of each element", around("clip_value")),
+    Patch("torch.nn.utils", "clip_grad_value_", "the same, as most scripts reach it", around("clip_value")),
+    Patch("torch.optim.optimizer.Optimizer", "__init__", "an optimizer exists", around("optimizer_init")),
+    Patch("torch.optim.optimizer.Optimizer", "zero_grad", "place in the order of calls", around("zero_grad")),
+    Patch("torch.optim.optimizer.Optimizer", "load_state_dict", "a resume", around("load_optimizer")),
+    Patch("torch.optim.optimizer.Optimizer", "add_param_group", "groups added on the way", around("add_group")),
+    Patch("torch.nn.modules.module.Module", "zero_grad", "place in the order of calls", around("zero_grad")),
+    Patch("torch.nn.modules.module.Module", "load_state_dict", "a resume", around("load_module")),
+    Patch("torch.optim.swa_utils.AveragedModel", "update_parameters", "an average of weights moves", around("average")),
+    Patch("torch.nn.parallel.distributed.DistributedDataParallel", "__init__", "which tensors DDP knows", around("ddp_init")),
+    Patch("torch.distributed", "all_reduce", "gradients averaged by hand", around("all_reduce")),
+    Patch("torch.distributed.distributed_c10d", "all_reduce", "the same, as torch reaches it", around("all_reduce")),
+    Patch("torch.amp.autocast_mode.autocast", "__enter__", "regions of autocast", around("autocast_enter")),
+    Patch("torch.amp.autocast_mode.autocast", "__exit__", "regions of autocast", around("autocast_exit")),
+    Patch("torch.utils.data.dataloader._BaseDataLoaderIter", "__init__", "an epoch begins", around("loader_iter")),
+    Patch("torch.utils.data.dataloader._BaseDataLoaderIter", "__next__", "which loader a batch came from", around("loader_next")),
+    Patch("torch", "save", "what a checkpoint holds", around("save")),
+    Patch("torch.serialization", "save", "the same, as torch reaches it", around("save")),
+)
+"""The whole table, except the schedulers' classes, which are found by walking them (`_patch_schedulers`)."""
+
+_SCHEDULER_METHODS = {
+    "__init__": around("scheduler_init"),
+    "step": around("scheduler_step"),
+    "load_state_dict": around("load_scheduler"),
+    "get_lr": around("get_lr"),
+}
+
+
+def subscribe(listener: Listener) -> None:
+    """Let a listener hear; the first one installs everything."""
+    if not _listeners:
+        _install()
+    _listeners.append(listener)
+
+
+def unsubscribe(listener: Listener) -> None:
+    """Let a listener go; with the last one everything is put back."""
+    if listener in _listeners:
+        _listeners.remove(listener)
+        if not _listeners:
+            _remove()
+
+
+def installed() -> bool:
+    """Whether any patch or hook of ours is in place."""
+    return bool(_undo)
+
+
+def _install() -> None:
+    for patch in PATCHES:
+        owner = _resolve(patch.owner)
+        if owner is not None and hasattr(owner, patch.attribute):
+            _replace(owner, patch.attribute, patch.make)
+    _patch_schedulers(LRScheduler)
+    handles = [
+        register_optimizer_step_pre_hook(lambda o, a, k: tell("before_step", o, a, k)),
+        register_optimizer_step_post_hook(lambda o, a, k: tell("after_step", o, a, k)),
+        torch.nn.modules.module.register_module_forward_pre_hook(_before_forward),
+        torch.nn.modules.module.register_module_forward_hook(_after_forward, with_kwargs=True, always_call=True),
+    ]
+    _undo.extend(handle.remove for handle in handles)
+
+
+def _remove() -> None:
+    while _undo:
+        _undo.pop()()
+
+
+def _resolve(path: str) -> Any:
+    """The module or class at a dotted path, None where this torch does not have it (or was built without it)."""
+    parts = path.split(".")
+    for cut in range(len(parts), 0, -1):
+        module = sys.modules.get(".".join(parts[:cut]))
+        if module is None:
+            continue
+        owner: Any = module
+        for name in parts[cut:]:
+            owner = getattr(owner, name, None)
+        return owner
+    return None
+
+
+_MISSING = object()
+
+
+def _replace(owner: Any, attribute: str, make: Callable[[Original], Original]) -> None:
+    """Replace ``owner.attribute``; undone by restoring what its own namespace held, or by deleting it."""
+    held = vars(owner).get(attribute, _MISSING)
+    setattr(owner, attribute, make(getattr(owner, attribute)))
+
+    def undo() -> None:
+        if held is _MISSING:
+            delattr(owner, attribute)
+        else:
+            setattr(owner, attribute, held)
+
+    _undo.append(undo)
+
+
+def _patch_schedulers(cls: type) -> None:
+    """Patch the methods that a scheduler class defines itself, and those of its subclasses."""
+    for name, make in _SCHEDULER_METHODS.items():
+        own = vars(cls).get(name)
+        if callable(own) and not hasattr(own, "__stepscope__"):
+            _replace(cls, name, _marked(make))
+    for child in cls.__subclasses__():
+        _patch_schedulers(child)
+
+
+def _marked(make: Callable[[Original], Original]) -> Callable[[Original], Original]:
+    def marking(original: Original) -> Original:
+        replacement = make(original)
+        replacement.__stepscope__ = True  # type: ignore[attr-defined]
+        return replacement
+
+    return marking
+
+
+def patch_late_scheduler(cls: type) -> None:
+    """Patch a scheduler class that was defined after installation; called when its first instance appears."""
+    for base in cls.__mro__:
+        if base is not object and issubclass(base, LRScheduler):
+            _patch_schedulers(base)
+
+
+def _before_forward(module: Any, args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        tell("before_forward", module)
+
+
+def _after_forward(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        tell("after_forward", module, args, kwargs, output)
