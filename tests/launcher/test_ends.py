@@ -219,12 +219,13 @@ def test_message_of_an_exit_is_the_last_line_of_the_traceback(launched, write):
     write(
         "outer.py",
         "import sys\nfrom stepscope.watch.launcher import Target, execute\n"
-        "for code in ('1/0', 'raise SystemExit(3)', 'pass', 'raise KeyboardInterrupt'):\n"
+        "for code in ('1/0', 'raise SystemExit(3)', 'raise SystemExit(256)', 'pass', 'raise KeyboardInterrupt'):\n"
         "    end = execute(Target('code', code))\n    print(end.code, end.message, type(end.error).__name__)\n",
     )
     assert launched("script", "outer.py").stdout.splitlines() == [
         "1 ZeroDivisionError: division by zero ZeroDivisionError",
         "3 SystemExit: 3 SystemExit",
+        "0 SystemExit: 256 SystemExit",
         "0  NoneType",
         "130 KeyboardInterrupt KeyboardInterrupt",
     ]
