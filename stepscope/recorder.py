@@ -113,6 +113,22 @@ class Recorder:
         self._recording = True
         self.watcher.start()
 
+    def adopt(self, things: Iterable[Any]) -> None:
+        """Take note of optimizers, scalers and schedulers that were built before the recording began."""
+        for thing in things:
+            if hasattr(thing, "param_groups"):
+                self.watcher.watched(thing)
+            self._tell_each("on_existing", [thing])
+
+    def hand_over(self) -> None:
+        """Write everything that is sealed, so that a trace read now holds it."""
+        if self._recording:
+            self._flush(wait=True)
+
+    def note(self, event: str, optimizer: WatchedOptimizer | None = None, detail: dict[str, Any] | None = None) -> None:
+        """Add an event to the table of events."""
+        self._note(event, optimizer, detail)
+
     def stop(self, status: str = "complete", **facts: Any) -> None:
         """Stop watching, write what is left, and close the journal."""
         if not self._recording:
@@ -162,7 +178,7 @@ class Recorder:
             self.meta["stopped_at"] = limit
             self._recording = False
 
-    def _tell_each(self, method: str, watched: list[WatchedOptimizer]) -> None:
+    def _tell_each(self, method: str, watched: list[Any]) -> None:
         for probe in self._probes:
             heard = getattr(probe, method, None)
             if heard is not None and probe not in self._off:

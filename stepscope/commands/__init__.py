@@ -19,4 +19,10 @@ COMMANDS = ("trace", "run", "check", "report", "compare", "rules", "columns")
 def register_all(app: typer.Typer) -> None:
     """Add every command to the app."""
     for name in COMMANDS:
-        importlib.import_module(f"stepscope.commands.{name}").register(app)
+        try:
+            module = importlib.import_module(f"stepscope.commands.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"stepscope.commands.{name}":
+                raise
+            continue
+        module.register(app)

@@ -28,6 +28,21 @@ class State(Probe):
         """Told by the recorder when an optimizer is seen for the first time."""
         self._watched[watched.index] = watched
 
+    def on_existing(self, thing: Any) -> None:
+        """Told by the recorder of scalers and schedulers that were there before it."""
+        if hasattr(thing, "_growth_tracker") and thing not in self._scalers:
+            self._scalers.append(thing)
+        elif hasattr(thing, "last_epoch") and thing not in self._schedulers:
+            self._schedulers.append(thing)
+
+    def on_scale_loss(self, event: events.ScaleLoss) -> None:
+        """A scaler in use."""
+        self.on_existing(event.scaler)
+
+    def on_scheduler_step(self, event: events.SchedulerStep) -> None:
+        """A scheduler in use."""
+        self.on_existing(event.scheduler)
+
     def on_built(self, event: events.Built) -> None:
         """What came into being, and what its constructor did to the rates."""
         instance = event.instance

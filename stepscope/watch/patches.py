@@ -145,6 +145,28 @@ def installed() -> bool:
     return bool(_undo)
 
 
+def unreached() -> list[str]:
+    """Names in imported modules that still hold an original function which a patch would replace.
+
+    A script that did ``from torch.nn.utils import clip_grad_value_`` before the patches were installed calls the
+    original; methods of classes are always reached.
+    """
+    originals: dict[int, str] = {}
+    for patch in PATCHES:
+        owner = _resolve(patch.owner)
+        held = getattr(owner, patch.attribute, None)
+        if owner is not None and not isinstance(owner, type) and held is not None:
+            originals[id(held)] = patch.attribute
+    homes = {p.owner for p in PATCHES}
+    found = []
+    for name, module in list(sys.modules.items()):
+        if module is None or name in homes or name.split(".")[0] in ("torch", "stepscope"):
+            continue
+        held = getattr(module, "__dict__", None) or {}
+        found += [f"{name}.{key}" for key, value in list(held.items()) if id(value) in originals and callable(value)]
+    return sorted(found)
+
+
 def _install() -> None:
     for patch in PATCHES:
         owner = _resolve(patch.owner)

@@ -327,8 +327,9 @@ class Watcher(Listener):
     def before_unscale(self, args: Any, kwargs: Any) -> None:
         """Gradients are about to be divided by the scale."""
         watched = self._of_call(args, kwargs)
-        if watched is not None and watched.window and args[0].is_enabled():
-            self._leave(watched, watched.window[-1])
+        row = self._adopt(watched) if watched is not None and args[0].is_enabled() else None
+        if watched is not None and row is not None:
+            self._leave(watched, row)
 
     def after_unscale(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """Gradients were divided by the scale."""

@@ -1,0 +1,103 @@
+"""The end of `trace` and `run`: judge what was recorded, write findings.json and the report, say it on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepscope.errors import EXIT_CLEAN, EXIT_COULD_NOT_RUN, EXIT_FINDINGS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from stepscope.rules.outcome import Outcome
+    from stepscope.store.trace import Trace
+
+RANKS_WAIT = 60.0
+"""Seconds that rank 0 waits for the others' parts before it judges what is there."""
+
+
+def say(line: str) -> None:
+    """One line to stderr; stdout belongs to the script, or to what was asked for."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def finish(
+    folder: Path,
+    *,
+    declared: Mapping[str, Any],
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    accepted: Mapping[str, str] | None = None,
+    fail_on: str = "error",
+    after: Path | None = None,
+    report: bool = True,
+    quiet: bool = False,
+) -> int:
+    """Judge the trace in `folder` and write the verdict beside it.
+
+    Returns:
+        0 clean, 1 findings at or above `fail_on`, 2 nothing was recorded.
+    """
+    from stepscope.render.envelope import write_findings
+    from stepscope.rules.engine import judge
+    from stepscope.store.trace import Trace
+
+    trace = Trace.load(folder)
+    earlier = Trace.load(after) if after is not None else None
+    outcomes = judge(trace, declared=declared, after=earlier, select=select, ignore=ignore, accepted=accepted)
+    write_findings(folder, outcomes, complete=trace.whole)
+    if report:
+        _write_report(trace, outcomes, folder)
+    if not quiet:
+        _summarise(trace, outcomes, folder, report=report)
+    if not len(trace.tables["steps"]):
+        say("stepscope: no training step was recorded: no backward pass of a watched model ran in this process")
+        return EXIT_COULD_NOT_RUN
+    return exit_code(outcomes, fail_on)
+
+
+def exit_code(outcomes: Sequence[Outcome], fail_on: str) -> int:
+    """1 where a finding is at or above `fail_on`, else 0."""
+    from stepscope.rules.outcome import SEVERITIES
+
+    if fail_on == "never":
+        return EXIT_CLEAN
+    loud = SEVERITIES[: SEVERITIES.index(fail_on) + 1]  # type: ignore[arg-type]
+    return EXIT_FINDINGS if any(f.severity in loud for o in outcomes for f in o.findings) else EXIT_CLEAN
+
+
+def wait_for_ranks(folder: Path, world_size: int) -> None:
+    """Wait until every process has written its part, or time is up."""
+    import json
+
+    deadline = time.monotonic() + RANKS_WAIT
+    while time.monotonic() < deadline:
+        paths = [folder / f"rank{r}.meta.json" for r in range(world_size)]
+        if all(p.exists() and json.loads(p.read_text("utf-8")).get("status") != "recording" for p in paths):
+            return
+        time.sleep(0.05)
+
+
+def _write_report(trace: Trace, outcomes: Sequence[Outcome], folder: Path) -> None:
+    """The HTML report; a fault in rendering must not hide the verdict."""
+    from stepscope.render.html import render_html
+    from stepscope.render.model import build_model
+    from stepscope.store.atomic import write_text
+    from stepscope.store.trace import REPORT
+
+    try:
+        write_text(folder / REPORT, render_html(build_model(trace, outcomes)))
+    except Exception as error:
+        say(f"stepscope: the report could not be written: {type(error).__name__}: {error}")
+
+
+def _summarise(trace: Trace, outcomes: Sequence[Outcome], folder: Path, *, report: bool) -> None:
+    for outcome in outcomes:
+        for finding in outcome.findings:
+            say(f"  {finding.severity:<8}{finding.code} {finding.name}: {finding.message}")
+    counts = {s: sum(o.status == s for o in outcomes) for s in ("failed", "passed", "skipped")}
+    say(f"stepscope: {counts['failed']} rules found something, {counts['passed']} passed, {counts['skipped']} skipped")
+    say(f"stepscope: trace in {folder}" + (f", report in {folder / 'report.html'}" if report else ""))

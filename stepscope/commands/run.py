@@ -1,0 +1,141 @@
+"""``stepscope run``: watch a script as it is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stepscope.errors import StepscopeError
+
+if TYPE_CHECKING:
+    from stepscope.config import Config
+    from stepscope.watch.launcher import Exit, Target
+
+EPILOG = """
+Examples:  stepscope run train.py --epochs 1   ·   stepscope run --declare accumulation_steps=4 -m package.train   ·
+torchrun --nproc-per-node 2 -m stepscope run train.py
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command. Everything after the script belongs to the script."""
+    settings = {"allow_extra_args": True, "allow_interspersed_args": False}
+    app.command("run", help=_HELP, epilog=EPILOG, context_settings=settings)(run)
+
+
+_HELP = "Watch a training script as it is, and say what is mechanically wrong. Its output and exit code stay its own."
+
+
+def run(
+    context: typer.Context,
+    module: Annotated[str | None, typer.Option("-m", help="Run a module, as `python -m` does.", metavar="MODULE")] = None,
+    code: Annotated[str | None, typer.Option("-c", help="Run a piece of code, as `python -c` does.", metavar="CODE")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the trace.  [default: reports/NAME]", envvar="STEPSCOPE_OUT")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a trace that is there.")] = False,
+    declare: Annotated[list[str], typer.Option(help="State an intent, e.g. accumulation_steps=4.", metavar="KEY=VALUE")] = [],  # noqa: B006
+    after: Annotated[Path | None, typer.Option(help="This run resumes the one recorded in DIR.", metavar="DIR")] = None,
+    every: Annotated[int, typer.Option(help="Parameter-level rows at every N-th window only; 0: all early, then fewer.", min=0)] = 0,
+    max_steps: Annotated[int, typer.Option(help="Stop recording (not the script) after N micro-steps; 0: never.", min=0)] = 0,
+    fail_on: Annotated[str | None, typer.Option(help="Exit 1 on findings from: error, warning, notice; or never.")] = None,
+    select: Annotated[list[str], typer.Option(help="Judge only by these rules (codes, prefixes or names).")] = [],  # noqa: B006
+    ignore: Annotated[list[str], typer.Option(help="Leave these rules out.")] = [],  # noqa: B006
+    report: Annotated[bool, typer.Option("--report/--no-report", help="Write the HTML report.")] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")] = False,
+) -> int:
+    """Run the script under watch, then judge."""
+    from stepscope.config import FAIL_ON, load_config, parse_declarations
+
+    config = load_config()
+    target = _target(module, code, context.args)
+    declared = {**config.declare, **parse_declarations(declare)}
+    level = fail_on or config.fail_on
+    if level not in FAIL_ON:
+        raise StepscopeError(f"--fail-on {level!r} is not known", hint=f"one of {', '.join(FAIL_ON)}")
+    if after is not None:
+        from stepscope.store.trace import Trace
+
+        Trace.load(after)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    folder = out if out is not None else _default_folder(target)
+    ended = _watched(target, folder, declared, force=force, every=every or config.every, max_steps=max_steps, rank=rank, world_size=world_size)
+    if rank != 0:
+        return ended.code
+    verdict = _judge(folder, config, declared, level, after, select, ignore, world_size, report=report, quiet=quiet)
+    return ended.code or verdict
+
+
+def _target(module: str | None, code: str | None, words: list[str]) -> Target:
+    """What to run: the first word is the script unless -m or -c says otherwise."""
+    from stepscope.watch.launcher import Target
+
+    if module is not None and code is not None:
+        raise StepscopeError("both -m and -c were given", hint="choose one")
+    if module is not None:
+        return Target("module", module, tuple(words))
+    if code is not None:
+        return Target("code", code, tuple(words))
+    if not words:
+        raise StepscopeError("no script was given", hint="stepscope run [options] SCRIPT [its arguments]")
+    return Target("script", words[0], tuple(words[1:]))
+
+
+def _default_folder(target: Target) -> Path:
+    from stepscope.store.folder import free_folder
+
+    name = {"module": target.name, "code": "command"}.get(target.kind, Path(target.name).stem)
+    return free_folder(Path("reports"), name or "run")
+
+
+def _watched(target: Target, folder: Path, declared: dict[str, Any], *, rank: int, world_size: int, **options: Any) -> Exit:
+    """Run the target with everything in place, and write the end of the trace whatever happens."""
+    folder = folder.absolute()  # the script may change the working directory
+    from stepscope.watch.launcher import execute
+    from stepscope.watch.printed import listen_for_losses
+    from stepscope.watching import Watching
+
+    meta = {"kind": "run", "script": target.name, "command": [target.name, *target.args]}
+    watching = Watching(out=folder, declare=declared, meta=meta, rank=rank, world_size=world_size, **options)
+    watching.start()
+    try:
+        with listen_for_losses(declared.get("logged_loss"), watching.note):
+            ended = execute(target)
+    except BaseException:
+        watching.stop("failed")
+        raise
+    status = "complete" if ended.code == 0 else "interrupted" if isinstance(ended.error, KeyboardInterrupt) else "failed"
+    error = f"{type(ended.error).__name__}: {ended.error}" if ended.error is not None else None
+    watching.stop(status, exit_code=ended.code, **({"error": error} if error else {}))
+    return ended
+
+
+def _judge(
+    folder: Path,
+    config: Config,
+    declared: dict[str, Any],
+    fail_on: str,
+    after: Path | None,
+    select: list[str],
+    ignore: list[str],
+    world_size: int,
+    *,
+    report: bool,
+    quiet: bool,
+) -> int:
+    from stepscope.commands.finish import finish, wait_for_ranks
+
+    if world_size > 1:
+        wait_for_ranks(folder, world_size)
+    return finish(
+        folder,
+        declared=declared,
+        select=select or config.select,
+        ignore=ignore or config.ignore,
+        accepted=config.accept,
+        fail_on=fail_on,
+        after=after,
+        report=report,
+        quiet=quiet,
+    )

@@ -1,0 +1,1 @@
+"""Accumulation and loss weighting: ACC."""

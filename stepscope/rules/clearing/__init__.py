@@ -1,0 +1,1 @@
+"""Clearing gradients: CLR."""

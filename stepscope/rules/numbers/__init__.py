@@ -1,0 +1,1 @@
+"""Modes, numbers and averages: NUM."""

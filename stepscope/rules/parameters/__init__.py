@@ -1,0 +1,1 @@
+"""Parameters in the optimizer: PAR."""
