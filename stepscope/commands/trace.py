@@ -63,9 +63,9 @@ def _option(metadata: Any) -> Any:
 
 def _run(config: TraceConfig) -> int:
     """Prepare and train."""
-    from stepscope.reference.run import Prepared, Shapes, prepare
+    from stepscope.reference.run import Shapes, prepare
 
-    def show_shapes(shapes: Shapes, _: Prepared) -> None:
+    def show_shapes(shapes: Shapes, _: object) -> None:
         for name, shape in shapes.items():
             typer.echo(f"{name}.shape = {list(shape)}")
 

@@ -92,10 +92,11 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise StepscopeError(f"{path}: no such checkpoint")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except PermissionError as error:
+        raise StepscopeError(f"{path} cannot be read: {error.strerror}") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+        # A truncated file makes torch seek before its start, which the system reports as an OSError.
         raise StepscopeError(f"{path} is damaged, or no checkpoint at all") from error
-    except OSError as error:
-        raise StepscopeError(f"{path} cannot be read: {error.strerror or error}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise StepscopeError(f"{path} is not a checkpoint written by stepscope", hint="--resume takes its own only")
     if state.get("version") != FORMAT_VERSION:

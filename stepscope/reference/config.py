@@ -86,7 +86,7 @@ class ModelConfig:
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name not in ("dropout", "use_moe", "router_aux_loss_coef") and value is not None and not value > 0:
-                raise StepscopeError(f"{item.name} is {value}; it must be above 0", hint=_option_of(item.name))
+                raise StepscopeError(f"{_option_of(item.name)} is {value}; it must be above 0")
 
     @property
     def kv_heads(self) -> int:
@@ -130,7 +130,11 @@ class TraceConfig:
     aux_loss_coef: float = _option(0.01, panel=_MODEL, help="Weight of the router's load-balance loss.")
     dropout: float = _option(0.0, panel=_MODEL, help="Dropout probability.")
     factory: str | None = _option(
-        None, panel=_MODEL, metavar="TARGET", help="Own parts instead: file.py:make or pkg.mod:make; see the docs."
+        None,
+        panel=_MODEL,
+        metavar="TARGET",
+        help="Own parts instead: a function (file.py:make or pkg.mod:make) that returns model and data, and if wanted "
+        "optimizer, loss_fn and scheduler.",
     )
 
     data: str | None = _option(
@@ -186,7 +190,7 @@ class TraceConfig:
     def __post_init__(self) -> None:
         for name in ("batch_size", "accumulation_steps", "every"):
             require_at_least(name, getattr(self, name), 1)
-        for name in ("warmup_steps", "save_every", "seed"):
+        for name in ("warmup_steps", "save_every"):
             require_at_least(name, getattr(self, name), 0)
         for name in ("steps", "epochs"):
             if getattr(self, name) is not None:
@@ -204,6 +208,7 @@ class TraceConfig:
             require_in(name, getattr(self, name), 0, math.inf, below=True)
         for name in ("beta1", "beta2"):
             require_in(name, getattr(self, name), 0, 1, below=True)
+        require_in("seed", self.seed, 0, 2**32 - 1)  # NumPy takes no more
         require_in("grad_clip", self.grad_clip, 0, math.inf)
         require_in("min_lr_ratio", self.min_lr_ratio, 0, 1)
 
@@ -242,16 +247,15 @@ class TraceConfig:
 _OPTION_OF_MODEL_FIELD = {
     "num_hidden_layers": "layers",
     "num_attention_heads": "heads",
-    "num_key_value_heads": "kv-heads",
+    "num_key_value_heads": "kv_heads",
     "num_experts": "experts",
-    "num_experts_per_tok": "experts-per-token",
-    "hidden_size": "hidden-size",
+    "num_experts_per_tok": "experts_per_token",
+    "hidden_size": "hidden_size",
 }
 
 
 def _option_of(model_field: str) -> str:
-    option = _OPTION_OF_MODEL_FIELD.get(model_field)
-    return f"change --{option}" if option else ""
+    return flag(_OPTION_OF_MODEL_FIELD[model_field]) if model_field in _OPTION_OF_MODEL_FIELD else model_field
 
 
 def flag(name: str) -> str:

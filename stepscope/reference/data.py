@@ -26,17 +26,10 @@ Batch = tuple[Tensor, Tensor]
 """input_ids and labels, both [B, S]."""
 
 
-def encode(text: str) -> list[int]:
-    """The UTF-8 bytes of `text`, as token ids."""
-    return list(text.encode("utf-8"))
-
-
-def pack(sequences: list[list[int]], max_length: int) -> Tensor:
-    """Frame each sequence with BOS and EOS and pad it on the right, [sequences, max_length]."""
-    packed = torch.full((len(sequences), max_length), PAD, dtype=torch.long)
-    for row, tokens in zip(packed, sequences, strict=True):
-        row[: len(tokens) + 2] = torch.tensor([BOS, *tokens, EOS])
-    return packed
+def pack(pieces: list[bytes], max_length: int) -> Tensor:
+    """Frame each piece with BOS and EOS and pad it on the right, [pieces, max_length] in int16."""
+    rows = [[BOS, *piece, EOS, *[PAD] * (max_length - 2 - len(piece))] for piece in pieces]
+    return torch.tensor(rows, dtype=torch.int16)
 
 
 def labels_of(input_ids: Tensor) -> Tensor:
@@ -44,10 +37,11 @@ def labels_of(input_ids: Tensor) -> Tensor:
     return input_ids.masked_fill(input_ids == PAD, IGNORE_INDEX)
 
 
-def cut(tokens: list[int], size: int, *, keep_rest: bool) -> Iterator[list[int]]:
-    """Cut a document into pieces of `size` tokens; the shorter rest is kept, to be padded, or dropped."""
-    for start in range(0, len(tokens), size):
-        piece = tokens[start : start + size]
+def cut(text: str, size: int, *, keep_rest: bool) -> Iterator[bytes]:
+    """Cut a document's UTF-8 bytes into pieces of `size`; the shorter rest is kept, to be padded, or dropped."""
+    document = text.encode("utf-8")
+    for start in range(0, len(document), size):
+        piece = document[start : start + size]
         if keep_rest or len(piece) == size:
             yield piece
 
@@ -92,7 +86,8 @@ class TokenBatches:
         while True:
             order = self.order(epoch)
             for index in range(first, len(self)):
-                input_ids = self.sequences[order[index * self.batch_size : (index + 1) * self.batch_size]]
+                chosen = order[index * self.batch_size : (index + 1) * self.batch_size]
+                input_ids = self.sequences[chosen].long()
                 yield input_ids, labels_of(input_ids)
             epoch, first = epoch + 1, 0
 
@@ -117,9 +112,9 @@ def load_batches(path: str | None, *, max_length: int, batch_size: int, seed: in
         documents, keep_rest = python_documentation(), False
     else:
         documents, keep_rest = read_documents(Path(path))
-    pieces = [piece for text in documents for piece in cut(encode(text), size, keep_rest=keep_rest)]
+    pieces = [piece for text in documents for piece in cut(text, size, keep_rest=keep_rest)]
     if not pieces:
-        have = sum(len(encode(text)) for text in documents)
+        have = sum(len(text.encode("utf-8")) for text in documents)
         raise StepscopeError(
             f"{path} holds {have} bytes of text; one sequence needs {size}",
             hint="give more data, or lower --max-length",

@@ -6,7 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,11 +111,17 @@ def _part(target: str, parts: dict[str, Any], name: str, kind: Any, *, optional:
     if value is None:
         raise StepscopeError(f"{target} returned no {name!r}", hint=f"it returned {', '.join(parts) or 'nothing'}")
     if not isinstance(value, kind):
-        wanted = {"model": "a torch.nn.Module", "optimizer": "a torch.optim.Optimizer", "loss_fn": "a function"}
-        raise StepscopeError(
-            f"{target} returned a {type(value).__name__} as {name!r}, not {wanted.get(name, 'what it should be')}"
-        )
+        raise StepscopeError(f"{target} returned a {type(value).__name__} as {name!r}, not {_WANTED[name]}")
     return value
+
+
+_WANTED = {
+    "model": "a torch.nn.Module",
+    "optimizer": "a torch.optim.Optimizer",
+    "scheduler": "a torch.optim.lr_scheduler.LRScheduler",
+    "loss_fn": "a function of model and batch",
+    "data": "batches or a function that gives them; wrap a Dataset in a DataLoader",
+}
 
 
 def _check_optimizer(target: str, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:
@@ -175,7 +181,7 @@ class FactoryBatches:
 
 def model_loss(model: nn.Module, batch: Any) -> Tensor:
     """The loss that the model itself returns for a batch: as is, as ``.loss`` or ``["loss"]``, plus ``aux_loss``."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         output = model(**batch)
     elif isinstance(batch, list | tuple):
         output = model(*batch)
@@ -183,7 +189,9 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor:
         output = model(batch)
     if isinstance(output, Tensor):
         return output
-    named = output if isinstance(output, dict) else {name: getattr(output, name, None) for name in ("loss", "aux_loss")}
+    named = (
+        output if isinstance(output, Mapping) else {name: getattr(output, name, None) for name in ("loss", "aux_loss")}
+    )
     loss, aux_loss = named.get("loss"), named.get("aux_loss")
     if loss is None:
         raise StepscopeError(
@@ -235,17 +243,28 @@ def _load_module(name: str) -> ModuleType:
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise StepscopeError(f"{path}: no such file")
-    _make_importable(path.resolve().parent)
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    path = path.resolve()
+    _make_importable(path.parent)
+    name = _module_name(path)
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise StepscopeError(f"{path} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    name = f"stepscope_target_{path.stem}"
-    module.__name__ = name
-    sys.modules[name] = module
-    with _blaming(f"importing {path} raised"):
-        spec.loader.exec_module(module)
+    # Registered before it runs, as the import statement does: dataclasses and pickle look a class's module up by name.
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        with _blaming(f"importing {path} raised"):
+            spec.loader.exec_module(module)
+    except StepscopeError:
+        del sys.modules[name]
+        raise
     return module
+
+
+def _module_name(path: Path) -> str:
+    """The name under which the file's neighbours would import it, unless another module has that name already."""
+    known = sys.modules.get(path.stem)
+    taken = known is not None and getattr(known, "__file__", None) != str(path)
+    return f"stepscope_target_{path.stem}" if taken else path.stem
 
 
 def _make_importable(folder: Path) -> None:

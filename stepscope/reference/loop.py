@@ -5,7 +5,7 @@ Nothing is measured here and nothing waits for the device; callers that want to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -94,7 +94,7 @@ def to_device(batch: Any, device: torch.device | str | None) -> Any:
     """Move every tensor of a batch (tensor, tuple, list or dict); the copy overlaps where the memory is pinned."""
     if isinstance(batch, Tensor):
         return batch if device is None else batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {name: to_device(item, device) for name, item in batch.items()}
     if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
         return type(batch)(to_device(item, device) for item in batch)

@@ -50,10 +50,6 @@ def make_adamw(
         fused: torch's fused kernel; None leaves the choice to torch.
 
     Raises:
-        StepscopeError: nothing to train, or the fused kernel does not exist for these parameters.
+        StepscopeError: nothing to train.
     """
-    groups = parameter_groups(model, weight_decay)
-    try:
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused)
-    except RuntimeError as error:
-        raise StepscopeError(f"--fused is not possible here: {error}", hint="use --no-fused") from error
+    return torch.optim.AdamW(parameter_groups(model, weight_decay), lr=lr, betas=betas, fused=fused)

@@ -57,7 +57,7 @@ class Prepared:
     def train(
         self,
         *,
-        on_start: Callable[[Shapes, Prepared], object] | None = None,
+        on_start: Callable[[Shapes, Parts], object] | None = None,
         on_micro_step: Callable[[MicroStep], object] = ignore,
         on_window: Callable[[WindowEnd], object] = ignore,
     ) -> RunResult:
@@ -65,7 +65,7 @@ class Prepared:
 
         Args:
             on_start: called once, after the first micro-step, with the shapes of all tensors that went into the first
-                forward pass and came out of it, by name.
+                forward pass and came out of it, by name, and with the parts.
             on_micro_step: called after each backward pass.
             on_window: called after each window, before a checkpoint is written.
         """
@@ -75,7 +75,7 @@ class Prepared:
             result.micro_steps += 1
             on_micro_step(info)
             if result.micro_steps == 1 and on_start is not None:
-                on_start(result.shapes, self)
+                on_start(result.shapes, self.parts)
 
         def after_window(info: WindowEnd) -> None:
             result.windows += 1
@@ -181,7 +181,7 @@ def _check_resumable(config: TraceConfig, state: dict[str, Any]) -> None:
 def run_reference(
     config: TraceConfig,
     *,
-    on_start: Callable[[Shapes, Prepared], object] | None = None,
+    on_start: Callable[[Shapes, Parts], object] | None = None,
     on_window: Callable[[WindowEnd], object] = ignore,
 ) -> RunResult:
     """Prepare and train in one call; see `Prepared.train`."""
