@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import typer
 
 from stepscope.commands import register_all
 from stepscope.errors import EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED, StepscopeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 app = typer.Typer(
     name="stepscope",

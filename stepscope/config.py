@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepscope.errors import StepscopeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 FAIL_ON = ("error", "warning", "notice", "never")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope import probes
@@ -14,14 +12,16 @@ from stepscope.probes.base import Context, Probe, Settings
 from stepscope.probes.transfer import Transfer
 from stepscope.schema import EVENT_COLUMNS, KEYS, Column
 from stepscope.store.jsonio import dumps
-from stepscope.store.writer import Store
 from stepscope.watch import measure
 from stepscope.watch.naming import Names
 from stepscope.watch.watcher import Watcher
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
 
+    from stepscope.store.writer import Store
     from stepscope.watch.ledger import Row, WatchedOptimizer
 
 _BATCH = 64

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from stepscope import __version__
 from stepscope.errors import StepscopeError
 from stepscope.probes.base import Settings
 from stepscope.store.folder import prepare_folder
-from stepscope.store.trace import Trace
 from stepscope.store.writer import DirectoryStore, MemoryStore, Store
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+
     import torch
+
+    from stepscope.store.trace import Trace
 
 
 class Watching:

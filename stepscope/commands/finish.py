@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.errors import EXIT_CLEAN, EXIT_COULD_NOT_RUN, EXIT_FINDINGS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from stepscope.rules.outcome import Outcome
     from stepscope.store.trace import Trace

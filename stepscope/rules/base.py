@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stepscope.rules.outcome import Finding, Severity
-
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from stepscope.rules.outcome import Finding, Severity
     from stepscope.rules.view import View
 
 HEADINGS = ("What it does", "Why it matters", "What the evidence looks like", "Fix", "Known false alarms", "References")

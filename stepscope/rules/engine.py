@@ -6,16 +6,19 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import stepscope.rules
 from stepscope.errors import StepscopeError
 from stepscope.rules.base import HEADINGS, Rule, Skip
 from stepscope.rules.outcome import Finding, Outcome, failed, passed, skipped
 from stepscope.rules.view import View
-from stepscope.store.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from stepscope.store.trace import Trace
 
 
 @cache

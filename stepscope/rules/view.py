@@ -5,17 +5,20 @@ Everything is an array over rows or windows: a trace of a million micro-steps is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from stepscope.rules.base import Skip
 from stepscope.rules.outcome import Finding, Severity
-from stepscope.store.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.store.trace import Trace
 
 Array = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]

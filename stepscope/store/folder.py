@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stepscope.errors import StepscopeError
 from stepscope.store.journal import FOLDER
 from stepscope.store.trace import FINDINGS, META, REPORT
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def prepare_folder(folder: Path, *, force: bool = False, rank: int = 0) -> Path:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepscope.store.atomic import write_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def plain(value: Any) -> Any:

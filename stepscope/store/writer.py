@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from stepscope.schema import TRACE_FORMAT, Column, Table
-from stepscope.store.jsonio import write_json
 from stepscope.store.journal import FOLDER, TableWriter, arrow_schema
+from stepscope.store.jsonio import write_json
 from stepscope.store.trace import META, Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
 
 
 class Store(ABC):

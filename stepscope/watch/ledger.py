@@ -68,6 +68,7 @@ class WatchedOptimizer:
         self.window: list[Row] = []
         self.stamps: list[Stamp] = []
         self.params: list[torch.Tensor] = []
+        self.before: list[Stamp] = []
         self._layout: tuple[int, ...] = ()
         self.refresh()
 
@@ -121,3 +122,16 @@ A write through ``.data`` leaves no trace here, so equal stamps are a hint and n
 def stamps(params: list[torch.Tensor]) -> list[Stamp]:
     """The stamps of the gradients of `params`."""
     return [None if (g := p.grad) is None else (id(g), g._version) for p in params]
+
+
+def rates(optimizer: Any) -> list[Any]:
+    """The learning rates of an optimizer's groups as they are now (tensors are copied)."""
+    held = [g.get("lr") for g in getattr(optimizer, "param_groups", [])]
+    return [r.detach().clone() if hasattr(r, "detach") else r for r in held]
+
+
+def tensors(value: Any) -> list[Any]:
+    """A tensor or several, as an argument may give them, as a list; empty for None."""
+    if value is None:
+        return []
+    return [value] if hasattr(value, "element_size") else list(value)

@@ -230,7 +230,8 @@ def _is_reduction(node: Any) -> bool:
 
 def _is_composite(node: Any) -> bool:
     """Whether torch itself built this from parts: its C++ code multiplies by plain numbers (``MulBackward1``), which
-    Python's operators never do. Label smoothing is a sum of two such parts, soft targets a quotient of one."""
+    Python's operators never do. Label smoothing is a sum of two such parts, soft targets a quotient of one.
+    """
     name = _name(node)
     if name == "DivBackward1":
         return True

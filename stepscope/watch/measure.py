@@ -6,12 +6,14 @@ not make, and nothing is measured with ``clip_grad_norm_``, which writes NaN int
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _BLOCK = 1 << 20
 """Elements measured at a time on a CPU: the block is still in cache for the next operation on it."""
@@ -82,7 +84,9 @@ def _counts(parts: list[Tensor]) -> Tensor:
 
 def peek(scalar: Tensor) -> float | None:
     """The value of a CPU scalar, read from memory; None for other devices, where reading would wait."""
-    return float(scalar.detach().numpy()) if scalar.device.type == "cpu" and scalar.dtype is not torch.bfloat16 else None
+    return (
+        float(scalar.detach().numpy()) if scalar.device.type == "cpu" and scalar.dtype is not torch.bfloat16 else None
+    )
 
 
 @dataclass(slots=True)
@@ -189,7 +193,9 @@ def _blocks(held: Tensor, value: Tensor, wide: torch.dtype) -> tuple[Tensor, Ten
         norm_before = torch.linalg.vector_norm(old, dtype=wide)
         old.sub_(new)
         least, greatest = torch.aminmax(old)
-        rows.append(torch.stack([norm_before, torch.linalg.vector_norm(old, dtype=wide), least.to(wide), greatest.to(wide)]))
+        rows.append(
+            torch.stack([norm_before, torch.linalg.vector_norm(old, dtype=wide), least.to(wide), greatest.to(wide)])
+        )
     table = torch.stack(rows)
     return total(table[:, 0]), total(table[:, 1]), table[:, 2].amin(), table[:, 3].amax()
 
@@ -236,4 +242,8 @@ def survives_rounding(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Whether each tensor equals its own round trip through a narrower dtype. Shape ``(len(tensors),)``, bool."""
     values = [dense(t) for t in tensors]
     parts = [((v.to(dtype).to(v.dtype) == v) | v.isnan()).all() for v in values]
-    return torch.stack([p.to(parts[0].device, non_blocking=True) for p in parts]) if parts else torch.zeros(0, dtype=torch.bool, device="cpu")
+    return (
+        torch.stack([p.to(parts[0].device, non_blocking=True) for p in parts])
+        if parts
+        else torch.zeros(0, dtype=torch.bool, device="cpu")
+    )

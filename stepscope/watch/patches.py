@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,18 +28,17 @@ class Listener:
 
 
 _listeners: list[Listener] = []
+_hearing: dict[str, list[tuple[Listener, Callable[..., None]]]] = {}
 _undo: list[Callable[[], None]] = []
 
 
 def tell(method: str, *args: Any) -> None:
     """Call `method` of every listener that has it; what a listener raises stays with it."""
-    for listener in _listeners:
-        heard = getattr(listener, method, None)
-        if heard is not None:
-            try:
-                heard(*args)
-            except Exception as error:  # a fault of ours must never end the user's training
-                listener.failed(method, error)
+    for listener, heard in _hearing.get(method, ()):
+        try:
+            heard(*args)
+        except Exception as error:  # a fault of ours must never end the user's training
+            listener.failed(method, error)
 
 
 def around(name: str) -> Callable[[Original], Original]:
@@ -51,7 +50,8 @@ def around(name: str) -> Callable[[Original], Original]:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            tell(before, args, kwargs)
+            if before in _hearing:
+                tell(before, args, kwargs)
             try:
                 result = original(*args, **kwargs)
             except BaseException as error:
@@ -83,7 +83,9 @@ class Patch:
 
 
 PATCHES: tuple[Patch, ...] = (
-    Patch("torch.autograd", "backward", "a micro-step; Tensor.backward calls it through the module", around("backward")),
+    Patch(
+        "torch.autograd", "backward", "a micro-step; Tensor.backward calls it through the module", around("backward")
+    ),
     Patch("torch.autograd", "grad", "hooks on loss nodes also fire under it and must not be counted", around("grad")),
     Patch("torch.amp.grad_scaler.GradScaler", "__init__", "a scaler exists", around("scaler_init")),
     Patch("torch.amp.grad_scaler.GradScaler", "scale", "which loss carries which scale", around("scale")),
@@ -94,7 +96,9 @@ PATCHES: tuple[Patch, ...] = (
     # clip_grad_norm_ looks these two up in its module's globals: both import styles of it are seen.
     Patch("torch.nn.utils.clip_grad", "_get_total_norm", "the norm that a clip finds", around("total_norm")),
     Patch("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "the clip itself", around("clip")),
-    Patch("torch.nn.utils.clip_grad", "clip_grads_with_norm_", "the clip, as a script's own norm calls it", around("clip")),
+    Patch(
+        "torch.nn.utils.clip_grad", "clip_grads_with_norm_", "the clip, as a script's own norm calls it", around("clip")
+    ),
     Patch("torch.nn.utils", "clip_grads_with_norm_", "the same, as most scripts reach it", around("clip")),
     Patch("torch.nn.utils.clip_grad", "clip_grad_value_", "a clip of each element", around("clip_value")),
     Patch("torch.nn.utils", "clip_grad_value_", "the same, as most scripts reach it", around("clip_value")),
@@ -105,13 +109,23 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.nn.modules.module.Module", "zero_grad", "place in the order of calls", around("zero_grad")),
     Patch("torch.nn.modules.module.Module", "load_state_dict", "a resume", around("load_module")),
     Patch("torch.optim.swa_utils.AveragedModel", "update_parameters", "an average of weights moves", around("average")),
-    Patch("torch.nn.parallel.distributed.DistributedDataParallel", "__init__", "which tensors DDP knows", around("ddp_init")),
+    Patch(
+        "torch.nn.parallel.distributed.DistributedDataParallel",
+        "__init__",
+        "which tensors DDP knows",
+        around("ddp_init"),
+    ),
     Patch("torch.distributed", "all_reduce", "gradients averaged by hand", around("all_reduce")),
     Patch("torch.distributed.distributed_c10d", "all_reduce", "the same, as torch reaches it", around("all_reduce")),
     Patch("torch.amp.autocast_mode.autocast", "__enter__", "regions of autocast", around("autocast_enter")),
     Patch("torch.amp.autocast_mode.autocast", "__exit__", "regions of autocast", around("autocast_exit")),
     Patch("torch.utils.data.dataloader._BaseDataLoaderIter", "__init__", "an epoch begins", around("loader_iter")),
-    Patch("torch.utils.data.dataloader._BaseDataLoaderIter", "__next__", "which loader a batch came from", around("loader_next")),
+    Patch(
+        "torch.utils.data.dataloader._BaseDataLoaderIter",
+        "__next__",
+        "which loader a batch came from",
+        around("loader_next"),
+    ),
     Patch("torch", "save", "what a checkpoint holds", around("save")),
     Patch("torch.serialization", "save", "the same, as torch reaches it", around("save")),
 )
@@ -125,19 +139,30 @@ _SCHEDULER_METHODS = {
 }
 
 
-def subscribe(listener: Listener) -> None:
-    """Let a listener hear; the first one installs everything."""
+def subscribe(listeners: Sequence[Listener]) -> None:
+    """Let listeners hear; the first ones install everything."""
     if not _listeners:
         _install()
-    _listeners.append(listener)
+    _listeners.extend(listeners)
+    _list_hearing()
 
 
-def unsubscribe(listener: Listener) -> None:
-    """Let a listener go; with the last one everything is put back."""
-    if listener in _listeners:
-        _listeners.remove(listener)
-        if not _listeners:
-            _remove()
+def unsubscribe(listeners: Sequence[Listener]) -> None:
+    """Let listeners go; with the last ones everything is put back."""
+    before = len(_listeners)
+    _listeners[:] = [x for x in _listeners if x not in listeners]
+    _list_hearing()
+    if before and not _listeners:
+        _remove()
+
+
+def _list_hearing() -> None:
+    """Who hears what: looked up once, not at every call."""
+    _hearing.clear()
+    for listener in _listeners:
+        for name in dir(type(listener)):
+            if name.startswith(("before_", "after_")):
+                _hearing.setdefault(name, []).append((listener, getattr(listener, name)))
 
 
 def installed() -> bool:

@@ -28,7 +28,9 @@ def listen_for_losses(pattern: str | None, note: Note) -> Iterator[None]:
     except (re.error, TypeError) as error:
         raise StepscopeError(f"logged_loss={pattern!r} is no regular expression: {error}") from error
     if not expression.groups:
-        raise StepscopeError(f"logged_loss={pattern!r} has no group", hint="put the number in parentheses: 'loss ([0-9.]+)'")
+        raise StepscopeError(
+            f"logged_loss={pattern!r} has no group", hint="put the number in parentheses: 'loss ([0-9.]+)'"
+        )
     original = sys.stdout
     sys.stdout = _Listening(original, expression, note)
     try:

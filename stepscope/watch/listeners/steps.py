@@ -1,0 +1,132 @@
+"""Forward, backward and the optimizer's step: what makes micro-steps, windows and attempts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepscope import events
+from stepscope.watch.ledger import Micro, stamps, tensors
+from stepscope.watch.patches import Listener
+
+if TYPE_CHECKING:
+    from stepscope.watch.books import Books
+
+
+class StepListener(Listener):
+    """Hears forwards, backwards and steps."""
+
+    def __init__(self, books: Books) -> None:
+        self.books = books
+        self._forward = threading.local()
+        self._backward_began = 0.0
+
+    def before_forward(self, module: Any) -> None:
+        """A module is called; only the outermost call is timed."""
+        local = self._forward
+        depth = getattr(local, "depth", 0)
+        if depth == 0:
+            local.begin = time.perf_counter()
+        local.depth = depth + 1
+
+    def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """A module's call ended."""
+        local = self._forward
+        local.depth = max(0, getattr(local, "depth", 1) - 1)
+        if local.depth or self.books.backward_depth:
+            return
+        training = torch.is_grad_enabled()
+        elapsed = (time.perf_counter() - local.begin) * 1e3
+        if training:
+            self.books.pending_calls.append("F")
+        self.books.sink(events.Forward(module, args, kwargs, output, training, elapsed))
+
+    def before_backward(self, args: Any, kwargs: Any) -> None:
+        """``torch.autograd.backward`` begins; one within another (reentrant checkpoints) is part of the outer one."""
+        self.books.backward_depth += 1
+        if self.books.backward_depth > 1:
+            return
+        self._forward.depth = 0
+        roots = tensors(args[0] if args else kwargs.get("tensors"))
+        given = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
+        self.books.micro_steps += 1
+        micro = Micro(self.books.micro_steps)
+        micro.calls, self.books.pending_calls = [*self.books.pending_calls, "B"], []
+        self.books.micro = micro
+        for watched in self.books.alive():
+            watched.refresh()
+            watched.before = stamps(watched.params)
+        self.books.sink(events.BackwardBegin(micro, roots, tensors(given)))
+        self._backward_began = time.perf_counter()
+
+    def after_backward(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
+        """The backward ended: open a row for each optimizer whose gradients it changed."""
+        self.books.backward_depth -= 1
+        if self.books.backward_depth:
+            return
+        elapsed = (time.perf_counter() - self._backward_began) * 1e3
+        if error is not None:
+            return
+        micro = self.books.micro
+        assert micro is not None
+        rows = []
+        for watched in self.books.alive():
+            if watched.row is not None and watched.row.micro is micro:  # it stepped inside this backward
+                rows.append(watched.row)
+                watched.stamps = stamps(watched.params)
+                continue
+            now = stamps(watched.params)
+            received = [
+                i for i, (a, b) in enumerate(zip(watched.before, now, strict=False)) if a != b and b is not None
+            ]
+            watched.stamps = now
+            if received:
+                rows.append(self.books.open_row(watched, micro, received))
+        if not rows:
+            rows.append(self.books.open_orphan(micro))
+        self.books.sink(events.BackwardEnd(micro, rows, elapsed))
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """The official pre-hook: an optimizer is about to step. A step inside a step is part of the outer one."""
+        watched = self.books.watched(optimizer)
+        if watched is None:
+            return
+        if self.books.scaler_step is not None and self.books.scaler_step["optimizer"] is watched:
+            self.books.scaler_step["ran"] = True
+        if any(w is watched for w, _ in self.books.stepping):
+            self.books.stepping.clear()  # its last step raised and never returned
+        if self.books.stepping and not self.books.backward_depth:
+            self.books.stepping.append((watched, 0.0))
+            return
+        closure = (bool(args[1:]) and callable(args[1])) or callable(kwargs.get("closure"))
+        micro = self.books.micro
+        if self.books.backward_depth and micro is not None and not any(r.micro is micro for r in watched.window):
+            received = [i for i, p in enumerate(watched.params) if p.grad is not None]
+            self.books.open_row(watched, micro, received)
+        row = self.books.adopt(watched)
+        if row is not None and not closure:
+            self.books.leave(watched, row)
+        if row is not None:
+            row.calls.append("S")
+        in_scaler = self.books.scaler_step is not None
+        self.books.stepping.append((watched, time.perf_counter()))
+        self.books.sink(events.StepBegin(watched, row, in_scaler, bool(self.books.backward_depth), closure))
+        self.books.stepping[-1] = (watched, time.perf_counter())
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """The official post-hook: the step returned."""
+        watched = self.books.optimizers.get(id(optimizer))
+        if watched is None or not any(w is watched for w, _ in self.books.stepping):
+            return
+        while self.books.stepping[-1][0] is not watched:
+            self.books.stepping.pop()
+        _, begin = self.books.stepping.pop()
+        if not begin:
+            return
+        row = watched.window[-1] if watched.window else None
+        self.books.sink(events.StepEnd(watched, row, (time.perf_counter() - begin) * 1e3))
+        if self.books.scaler_step is None:
+            self.books.attempt(watched, ran=True, found_inf=None, scaler=None)

@@ -1,0 +1,62 @@
+"""What happens around the step: clearing, averages, reductions, autocast, data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepscope import events
+from stepscope.watch.patches import Listener
+
+if TYPE_CHECKING:
+    from stepscope.watch.books import Books
+
+
+class SurroundingsListener(Listener):
+    """Hears calls that have a place in the order of calls and no part in an attempt."""
+
+    def __init__(self, books: Books) -> None:
+        self.books = books
+
+    def after_zero_grad(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
+        """Somebody cleared gradients, or called a method of that name."""
+        owner = args[0]
+        if isinstance(owner, torch.optim.Optimizer):
+            concerned = [w for w in [self.books.watched(owner)] if w is not None]
+        else:
+            concerned = self.books.concerned(owner.parameters())
+        for watched in concerned:
+            if watched.row is not None:
+                watched.row.calls.append("Z")
+        self.books.sink(events.ZeroGrad(owner, concerned))
+
+    def after_average(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
+        """An averaged model took in the current weights."""
+        self.books.everywhere("E")
+        self.books.sink(events.Called("E", "average_updated", None, {"average": type(args[0]).__name__}))
+
+    def after_all_reduce(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
+        """A tensor was summed over ranks by hand."""
+        tensor = args[0] if args else kwargs.get("tensor")
+        numel = int(tensor.numel()) if isinstance(tensor, torch.Tensor) else 0
+        self.books.everywhere("R")
+        self.books.sink(events.Called("R", "all_reduce", None, {"numel": numel}))
+
+    def after_autocast_enter(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
+        """A region of autocast begins."""
+        self.books.sink(events.Called("", "autocast_enter", None, {"instance": args[0]}))
+
+    def after_autocast_exit(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
+        """A region of autocast ends."""
+        self.books.sink(events.Called("", "autocast_exit", None, {"instance": args[0]}))
+
+    def after_loader_iter(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
+        """A DataLoader starts over."""
+        loader = args[1] if len(args) > 1 else kwargs.get("loader")
+        self.books.sink(events.Called("", "loader_iter", None, {"iterator": args[0], "loader": loader}))
+
+    def after_loader_next(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
+        """A DataLoader gave a batch, or came to its end."""
+        name = "loader_next" if error is None else "loader_end"
+        self.books.sink(events.Called("", name, None, {"iterator": args[0]}))
