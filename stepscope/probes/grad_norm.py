@@ -18,11 +18,10 @@ _BURN_IN = 32
 
 
 class GradNorm(Probe):
-    """L2 norms over the optimizer's parameters. One sweep after backward, one before the step; the clip's own is shared.
+    """L2 norms over the optimizer's parameters: one sweep after backward, one before the step; the clip's own is shared.
 
-    After backward the gradient is measured where a step may follow: always at first, and once two windows in a row
-    had the same size, at their last micro-step. Should a step come early, the gradient is measured then, if its
-    tensors were not written to since.
+    The sweep after backward cannot be put off until it is known that a step follows: a script may divide gradients
+    through ``.data``, which leaves no trace on the tensor, and the norm would be another.
     """
 
     name = "grad_norm"
@@ -45,7 +44,6 @@ class GradNorm(Probe):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._held: dict[int, Any] = {}
-        self._sizes: dict[int, tuple[int, int]] = {}
         self._seen: dict[int, int] = {}
 
     def on_backward_begin(self, event: events.BackwardBegin) -> None:
@@ -70,12 +68,8 @@ class GradNorm(Probe):
                 continue
             row.cells["grad_norm_before"] = self._held.get(watched.index)
             self._seen[watched.index] = self._seen.get(watched.index, 0) + 1
-            if not row.attempted and self._may_step(watched):
+            if not row.attempted:
                 self._measure_left(watched, row)
-
-    def _may_step(self, watched: WatchedOptimizer) -> bool:
-        last, before = self._sizes.get(watched.index, (0, -1))
-        return last != before or len(watched.window) >= last
 
     def _measure_left(self, watched: WatchedOptimizer, row: Row) -> None:
         measure = self.context.measure
@@ -86,10 +80,8 @@ class GradNorm(Probe):
         row.cells["_left_places"] = [i for i, _ in held]
 
     def on_gradients_left(self, event: events.GradientsLeft) -> None:
-        """The last chance to measure what backward left, if nothing was written since."""
-        from stepscope.watch.ledger import stamps
-
-        if "_left" not in event.row.cells and stamps(event.optimizer.params) == event.optimizer.stamps:
+        """Gradients that no backward wrote (master copies) are measured before anything happens to them."""
+        if "_left" not in event.row.cells:
             self._measure_left(event.optimizer, event.row)
 
     def on_clip_end(self, event: events.ClipEnd) -> None:
@@ -127,13 +119,6 @@ class GradNorm(Probe):
             row.cells["_nonfinite"] = measure.count_nonfinite(gradients)
         if value is None or attempt <= 3 or attempt % 10 == 0:
             row.cells["_nonzero"] = measure.count_nonzero(gradients)
-
-    def on_attempt(self, event: events.Attempt) -> None:
-        """Learn the window's size."""
-        row = event.row
-        if row is not None and not row.cells.get("closure"):
-            last, _ = self._sizes.get(event.optimizer.index, (0, -1))
-            self._sizes[event.optimizer.index] = (int(row.cells["window_size"]), last)
 
     def resolve(self, row: Row, cells: dict[str, Any]) -> None:
         """Divide by the scale that the gradient carried, and only by that."""
