@@ -55,7 +55,7 @@ def report(
     if name in EXPORTS:
         from stepscope.render.export import export
 
-        _say(export(trace, name, output))
+        say(export(trace, name, output))
         return EXIT_CLEAN
     model = _model(trace, declare or [], select or [], ignore or [])
     page = _deliver(model, name, output, folder, plotlyjs)
@@ -89,7 +89,7 @@ def _deliver(model: ReportModel, name: str, output: str | None, folder: Path, pl
 
     to_stdout = output == "-" or (output is None and name != "html")
     if to_stdout:
-        sys.stdout.write(render(model, name, **_for_terminal(name)))
+        sys.stdout.write(render(model, name, **for_terminal(name)))
         return None
     from pathlib import Path
 
@@ -101,11 +101,11 @@ def _deliver(model: ReportModel, name: str, output: str | None, folder: Path, pl
         write(path.with_name(PLOTLY), asset(PLOTLY) + "\n")
         options = {"plotly": PLOTLY}
     write(path, render(model, name, **options))
-    _say(f"wrote {path}")
+    say(f"wrote {path}")
     return path if name == "html" else None
 
 
-def _for_terminal(name: str) -> dict[str, Any]:
+def for_terminal(name: str) -> dict[str, Any]:
     """What the text format may use on this stdout: its width, colours, characters beyond ASCII."""
     if name != "text":
         return {}
@@ -131,5 +131,6 @@ def _check(value: str, choices: tuple[str, ...], option: str) -> None:
         raise StepscopeError(f"{option} {value!r} is none of {', '.join(choices)}")
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print one line to stderr; stdout is kept for the report."""
     print(line, file=sys.stderr)  # noqa: T201

@@ -39,12 +39,14 @@ def figure(chart: Chart, *, legend: bool = True) -> go.Figure:
     layout = _layout(legend=legend)
     x = step_axis(chart)
     layout["xaxis"] |= {"range": [x.low, x.high], "title": {"text": "micro-step"}, "tickformat": ",d"}
-    layout["yaxis"] |= {"title": {"text": text(chart.unit)}, "type": "log" if chart.log else "linear"}
+    layout["yaxis"]["type"] = "log" if chart.log else "linear"
     layout["yaxis"]["domain"] = [strip + 0.02 if strip else 0, 1]
     if strip:
         lanes = [0.5, len(chart.marks) + 0.5]
         layout["yaxis2"] = {"domain": [0, strip], "range": lanes, "visible": False, "fixedrange": True}
+        layout["xaxis"]["anchor"] = "y2"
     if legend:
+        layout["yaxis"]["title"] = {"text": text(chart.unit)}
         layout["title"] = {"text": text(chart.title)}
     made.update_layout(layout)
     return made
@@ -84,6 +86,7 @@ def heat_figure(heat: Heat, *, legend: bool = True) -> go.Figure:
     layout = _layout(legend=False)
     layout["xaxis"] |= {"type": "category", "nticks": 8, "title": {"text": "micro-step"}}
     layout["yaxis"] |= {"type": "category", "autorange": "reversed", "automargin": True, "showgrid": False}
+    layout["xaxis"]["range"] = [-0.5, len(steps) - 0.5]
     layout["height"] = min(900, max(220, 90 + 15 * len(names)))
     if legend:
         layout["title"] = {"text": text(heat.title)}
@@ -141,8 +144,8 @@ def _layout(*, legend: bool) -> dict[str, Any]:
         "template": None,
         "showlegend": legend,
         "hovermode": "x unified" if legend else "x",
-        "margin": {"l": 70, "r": 14, "t": 44 if legend else 10, "b": 44},
-        "height": 320 if legend else 270,
+        "margin": {"l": 70 if legend else 56, "r": 10, "t": 44 if legend else 8, "b": 44 if legend else 38},
+        "height": 320 if legend else 250,
         "paper_bgcolor": LIGHT["page"],
         "plot_bgcolor": LIGHT["page"],
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": LIGHT["text"]},

@@ -20,7 +20,10 @@ from stepscope.render.palette import DARK, LIGHT, MARK_SYMBOLS, MARK_TOKENS, css
 from stepscope.render.parameters import CELLS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from stepscope.render.model import ReportModel
+    from stepscope.render.parameters import Heat
 
 PLOTLY = "plotly-cartesian.min.js"
 """The bundle of plotly.js for plain two-dimensional charts (MIT; its licence lies beside it)."""
@@ -33,23 +36,36 @@ def render_html(model: ReportModel, *, plotly: str = "inline") -> str:
         model: what it says.
         plotly: ``inline`` puts plotly.js into the page; otherwise the address of a copy beside it.
     """
+    charts = [*model.charts, *(c for f in model.findings for c in f.charts)]
+    heats = model.parameters.heats if model.parameters is not None else ()
+    return page(
+        "report.html.j2",
+        charts,
+        heats,
+        plotly=plotly,
+        model=model,
+        linked={row.step for row in model.cited.rows} if model.cited else set(),
+        cell_titles=[title for title, _, _ in CELLS],
+    )
+
+
+def page(template: str, charts: Iterable[Chart], heats: Iterable[Heat], *, plotly: str, **context: Any) -> str:
+    """A template filled in, with style, scripts, the data of its charts, and a policy that allows nothing else."""
     scripts = {"theme": asset("theme.js"), "report": asset("report.js")}
     if plotly == "inline":
         scripts["plotly"] = asset(PLOTLY)
     return (
         _environment()
-        .get_template("report.html.j2")
+        .get_template(template)
         .render(
-            model=model,
-            linked={row.step for row in model.cited.rows} if model.cited else set(),
             version=__version__,
             policy=_policy(scripts.values(), external=plotly != "inline"),
             css=Markup(_css()),
             scripts={name: Markup(code) for name, code in scripts.items()},
             plotly_address="" if plotly == "inline" else plotly,
-            data=script_json(_chart_data(model)),
+            data=script_json(_chart_data(charts, heats)),
             colours=script_json(dict(zip(LIGHT.values(), DARK.values(), strict=True))),
-            cell_titles=[title for title, _, _ in CELLS],
+            **context,
         )
     )
 
@@ -103,12 +119,10 @@ def script_json(value: Any) -> Markup:
     return Markup(text)
 
 
-def _chart_data(model: ReportModel) -> dict[str, Any]:
+def _chart_data(charts: Iterable[Chart], heats: Iterable[Heat]) -> dict[str, Any]:
     """Plotly's data and layout of each chart by its anchor."""
-    charts = [*model.charts, *(c for f in model.findings for c in f.charts)]
     made = {c.id: figures.figure(c, legend=False) for c in charts if not c.missing}
-    if model.parameters is not None:
-        made |= {h.id: figures.heat_figure(h, legend=False) for h in model.parameters.heats}
+    made |= {h.id: figures.heat_figure(h, legend=False) for h in heats}
     return {anchor: _bare(figure) for anchor, figure in made.items()}
 
 

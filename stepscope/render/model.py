@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from stepscope.errors import StepscopeError
 from stepscope.render.envelope import VerdictWord, envelope, sorted_findings, verdict_word
 from stepscope.render.overview import overview
 from stepscope.render.parameters import ParameterView, parameter_view
@@ -206,7 +207,7 @@ def installed_rule_text(name: str) -> Mapping[str, str]:
         return {}
     try:
         return dict(lookup(name))
-    except (KeyError, LookupError, ValueError):
+    except (LookupError, ValueError, StepscopeError):
         return {}
 
 

@@ -43,10 +43,10 @@ def draw(
             plot.id, plot.title, plot.unit, reading=plot.reading, missing=why_missing(rows, plot.lines[0].column)
         )
     drawn = list(_lines(lines, plot, rows))
-    nonfinite = _nonfinite(points for _, points, _, _ in drawn)
+    nonfinite = nonfinite_steps(points for _, points, _, _ in drawn)
     skipped = rows.steps_where("step_skipped") if plot.skips else _NO_STEPS
     keep = np.unique(np.concatenate((cited, skipped)))
-    series = tuple(_series(name, points, colour, style, keep) for name, points, colour, style in drawn)
+    series = tuple(series_of(name, points, colour, style, keep) for name, points, colour, style in drawn)
     series += _formula(plot, rows, keep)
     return Chart(
         plot.id,
@@ -98,7 +98,8 @@ def _summarised(each: Sequence[Points]) -> list[tuple[str, Points]]:
     return [(f"{name} {said}", Points(steps, y[place])) for name, place in places.items()]
 
 
-def _series(name: str, points: Points, colour: int | None, style: Style, keep: Ints) -> Series:
+def series_of(name: str, points: Points, colour: int | None, style: Style, keep: Ints) -> Series:
+    """Points as a series: what is not finite left out, thinned, the steps in `keep` kept."""
     finite = points.finite()
     chosen = thin(finite.y, POINTS, np.isin(finite.x, keep))
     return Series(name, finite.x[chosen], finite.y[chosen], colour, style, len(finite.x))
@@ -108,10 +109,11 @@ def _formula(plot: Plot, rows: Rows, keep: Ints) -> tuple[Series, ...]:
     """The learning rate by its formula, where the run says which one it meant."""
     if plot.lines[0].column != "lr" or (points := formula_points(rows)) is None:
         return ()
-    return (_series("by the formula", points, None, "dashed", keep),)
+    return (series_of("by the formula", points, None, "dashed", keep),)
 
 
-def _nonfinite(all_points: Iterable[Points]) -> Ints:
+def nonfinite_steps(all_points: Iterable[Points]) -> Ints:
+    """Micro-steps at which any of the points is not finite."""
     return np.unique(np.concatenate([_NO_STEPS, *(p.x[~np.isfinite(p.y)] for p in all_points)]))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +73,7 @@ class Heat:
         values: largest finite value of each stretch, NaN where there is none; shape ``(rows, columns)``.
         odd: whether a value in the stretch was not finite; shape ``(rows, columns)``.
         caption: the conclusion in words.
+        reading: how to read it.
     """
 
     id: str
@@ -83,6 +84,12 @@ class Heat:
     values: Floats
     odd: npt.NDArray[np.bool_]
     caption: str
+    reading: str = (
+        "Each row is a parameter, each column an optimizer step. The colour is the logarithm of the value, dark for "
+        "small and bright for large. A row that differs from all others at every step, or a column that does so in "
+        "every row, is worth a look. A red cross (red in the static picture) is a value that is NaN or infinite; no "
+        "colour is a value of exactly 0, such as the change in a skipped step, or one that was not recorded."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +112,22 @@ def parameter_view(trace: Trace) -> ParameterView | None:
     pieces = [order[bounds[i] : bounds[i + 1]] for i in range(len(names))]
     columns = {c: trace.values(c, table="params") for c in dict.fromkeys(column for _, column, _ in CELLS)}
     groups = trace.values("group", table="params")
-    described = trace.meta.get("parameters") or {}
-    rows = tuple(_row(names[i], piece, columns, groups, described) for i, piece in enumerate(pieces[:TABLE_PARAMETERS]))
+    shown = enumerate(pieces[:TABLE_PARAMETERS])
+    rows = tuple(
+        _row(names[i], piece, columns, groups, _described(trace, names[i], int(piece[0]))) for i, piece in shown
+    )
     heats = (_heat(trace, spec, codes, names) for spec in _HEATS if trace.has(spec[1], table="params"))
     return ParameterView(rows, len(names), tuple(heats))
+
+
+def _described(trace: Trace, name: str, row: int) -> tuple[str, str]:
+    """Shape and dtype of a parameter, from its first row, or else from the facts of the run."""
+    table = trace.tables["params"]
+    about = (trace.meta.get("parameters") or {}).get(name)
+    about = about if isinstance(about, dict) else {}
+    shape, dtype = (table[c][row].as_py() if c in table.column_names else about.get(c) for c in ("shape", "dtype"))
+    shape = shape if isinstance(shape, list) else str(shape or "").split("x")
+    return " × ".join(one_line(size) for size in shape), one_line(dtype or "").removeprefix("torch.")
 
 
 def _codes(table: pa.Table) -> tuple[Ints, list[str]]:
@@ -117,18 +136,10 @@ def _codes(table: pa.Table) -> tuple[Ints, list[str]]:
     return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64), encoded.dictionary.to_pylist()
 
 
-def _row(name: str, rows: Ints, columns: dict[str, Floats], groups: Floats, described: dict[str, Any]) -> ParameterRow:
-    about = described.get(name) or {}
-    about = about if isinstance(about, dict) else {}
-    shape = about.get("shape")
+def _row(name: str, rows: Ints, columns: dict[str, Floats], groups: Floats, about: tuple[str, str]) -> ParameterRow:
     group = groups[rows[0]]
-    return ParameterRow(
-        one_line(name),
-        " × ".join(map(str, shape)) if isinstance(shape, list) else one_line(shape or ""),
-        one_line(about.get("dtype") or "").removeprefix("torch."),
-        int(group) if np.isfinite(group) else None,
-        tuple(_figure(columns[column][rows], how) for _, column, how in CELLS),
-    )
+    cells = tuple(_figure(columns[column][rows], how) for _, column, how in CELLS)
+    return ParameterRow(one_line(name), *about, int(group) if np.isfinite(group) else None, cells)
 
 
 def _figure(values: Floats, how: str) -> float | None:

@@ -90,7 +90,7 @@ PLOTS = (
         "Learning rate",
         "learning rate that the step used",
         "optimizer step",
-        (Line("lr", "lr", "stairs"),),
+        (Line("lr", "lr"),),
         "The rate in param_groups at the moment the optimizer stepped: this step's rate, not the next one's. On other "
         "micro-steps it is the rate at backward. Where the schedule's formula is known, it is drawn beside it as a "
         "dashed line and should lie exactly on it.",

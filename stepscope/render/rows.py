@@ -73,15 +73,19 @@ class Rows:
         return self._columns[name]
 
     def group_columns(self, name: str) -> tuple[str, ...]:
-        """`name`, ``name/pg2``, ``name/pg3``, … as far as they are in the trace, in order of the group."""
+        """`name`, ``name/pg2``, ``name/pg3``, … as far as they have values, in order of the group."""
         held = [c for c in self.trace.tables["steps"].column_names if c == name or c.startswith(f"{name}/pg")]
-        return tuple(sorted(held, key=lambda c: (len(c), c)))
+        return tuple(sorted(filter(self.has, held), key=lambda c: (len(c), c)))
 
     def points(self, name: str, track: Track) -> Points:
         """The observed cells of `name` in `track`."""
         values, valid = self.column(name)
         index = track.index[valid[track.index]]
         return Points(self.micro_step[index], values[index])
+
+    def text(self, name: str, row: int) -> str:
+        """One cell of a column of texts; empty where it is null."""
+        return str(self.trace.tables["steps"][name][row].as_py() or "")
 
     def steps_where(self, name: str) -> Ints:
         """Micro-steps at which the truth value `name` was observed to be true, over all tracks."""

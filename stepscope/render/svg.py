@@ -90,7 +90,7 @@ def _line(series: Series, x: Axis, y: Axis, bottom: float) -> str:
 
 
 def _path(across: Floats, down: Floats, *, stairs: bool) -> str:
-    joint = "H{a:.1f}V{d:.1f}" if stairs else "L{a:.1f} {d:.1f}"
+    joint = "V{d:.1f}H{a:.1f}" if stairs else "L{a:.1f} {d:.1f}"
     start = f"M{across[0]:.1f} {down[0]:.1f}"
     return start + "".join(joint.format(a=a, d=d) for a, d in zip(across[1:].tolist(), down[1:].tolist(), strict=True))
 

@@ -52,6 +52,11 @@ def render_text(model: ReportModel, *, width: int = 100, colour: bool = False, a
     )
     for part in _parts(model, ascii_only):
         console.print(part, soft_wrap=False)
+    return printed(console, ascii_only=ascii_only)
+
+
+def printed(console: Console, *, ascii_only: bool) -> str:
+    """What was printed to a console that writes to a `StringIO`, without blanks at the ends of lines."""
     written = console.file.getvalue()  # type: ignore[attr-defined]
     text = "".join(f"{line.rstrip()}\n" for line in written.split("\n")).rstrip("\n") + "\n"
     return _to_ascii(text) if ascii_only else text
@@ -93,7 +98,7 @@ def _finding(finding: FindingView, model: ReportModel, ascii_only: bool) -> Iter
     for label, value in finding.numbers:
         yield Padding(Text(f"{label}: {value}", style="dim"), (0, 0, 0, 4))
     if finding.table is not None:
-        yield Padding(_table(finding.table), (0, 0, 0, 4))
+        yield Padding(rich_table(finding.table), (0, 0, 0, 4))
     fix = model.rules.get(finding.name, {}).get("Fix")
     if fix:
         yield Padding(Text(f"fix: {one_line(fix)}"), (0, 0, 0, 2))
@@ -108,10 +113,11 @@ def _detail(detail: DetailView) -> Iterable[RenderableType]:
         yield Padding(Text(f"{label}: {value}"), (0, 0, 0, 2))
     for title, table in detail.tables:
         yield Padding(Text(title, style="dim"), (0, 0, 0, 2))
-        yield Padding(_table(table), (0, 0, 0, 4))
+        yield Padding(rich_table(table), (0, 0, 0, 4))
 
 
-def _table(table: Table) -> RichTable:
+def rich_table(table: Table) -> RichTable:
+    """A table of texts without lines."""
     made = RichTable(box=None, pad_edge=False, show_edge=False)
     for header in table.headers:
         made.add_column(Text(header), style="dim", overflow="fold")

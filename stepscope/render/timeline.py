@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from stepscope.render.words import number, one_line
+from stepscope.render.words import number
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from stepscope.render.chart import Ints
-    from stepscope.render.rows import Rows
+    from stepscope.render.rows import Rows, Track
     from stepscope.rules.outcome import Finding
-
-Kind = Literal["forward", "scale", "backward", "unscale", "clip", "step", "update", "zero_grad", "scheduler", "other"]
 
 MOST_CALLS = 60
 MOST_PAIRS = 4
 
-_WORDS: tuple[tuple[str, Kind], ...] = (
-    ("unscale", "unscale"),
-    ("clip", "clip"),
-    ("zero_grad", "zero_grad"),
-    ("scheduler", "scheduler"),
-    ("update", "update"),
-    ("backward", "backward"),
-    ("forward", "forward"),
-    ("scale", "scale"),
-    ("step", "step"),
-    ("attempt", "step"),
-)
-"""Parts of event names, the most telling first."""
+CALLS = {
+    "F": ("forward", "forward"),
+    "B": ("backward", "backward"),
+    "U": ("unscale_", "scaler"),
+    "u": ("unscale_ in scaler.step", "scaler"),
+    "C": ("clip_grad_norm_", "clip"),
+    "V": ("clip_grad_value_", "clip"),
+    "S": ("optimizer.step", "step"),
+    "K": ("step skipped", "skip"),
+    "P": ("scaler.update", "scaler"),
+    "L": ("scheduler.step", "schedule"),
+    "Z": ("zero_grad", "clear"),
+    "E": ("average updated", "other"),
+    "R": ("all_reduce", "other"),
+}
+"""What each letter of the column `calls` stands for, and the kind of call, which has its colour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +43,13 @@ class Call:
     """One call.
 
     Attributes:
-        kind: what sort of call, for its colour and symbol.
+        kind: what sort of call.
         label: its name.
-        note: what is known of it: the weight of a backward, the limit of a clip.
+        note: what is known of it: the weight of a backward, what the clip did.
         mark: ``extra`` if only this window has it, ``missing`` if only the other one does, else empty.
     """
 
-    kind: Kind
+    kind: str
     label: str
     note: str = ""
     mark: Literal["", "extra", "missing"] = ""
@@ -85,7 +83,7 @@ class WindowPair:
 
 def window_pairs(rows: Rows, found: Sequence[Finding]) -> tuple[WindowPair, ...]:
     """For each finding at a step its window beside a good one; without findings one window of the run."""
-    if not len(rows.trace.tables["events"]) or not rows.optimizers:
+    if not rows.has("calls") or not rows.optimizers:
         return ()
     bounds = _bounds(rows)
     good = _good(rows, bounds, found)
@@ -104,10 +102,10 @@ def window_pairs(rows: Rows, found: Sequence[Finding]) -> tuple[WindowPair, ...]
 
 
 def _bounds(rows: Rows) -> Ints:
-    """Micro-steps of the first process after which an optimizer step was tried, ascending."""
-    values, _ = rows.column("sync_gradients")
-    first = rows.ranks == rows.processes[0].rank
-    return np.unique(rows.micro_step[first & (values == 1)])
+    """Micro-steps of the first optimizer after which a step was tried, ascending."""
+    tried = rows.points("sync_gradients", rows.optimizers[0])
+    bounds: Ints = tried.x[tried.y == 1]
+    return bounds
 
 
 def _place(bounds: Ints, step: int | None) -> int | None:
@@ -135,76 +133,41 @@ def _good(rows: Rows, bounds: Ints, found: Sequence[Finding]) -> int | None:
 
 def _window(rows: Rows, bounds: Ints, place: int, title: str) -> Window:
     last = int(bounds[place])
-    first = int(bounds[place - 1]) + 1 if place else int(rows.micro_step.min())
-    weights = _by_step(rows, "loss_weight", first, last)
-    calls = [_call(event, weights) for event in _events(rows, first, last)]
-    shown = (
-        calls if len(calls) <= MOST_CALLS else [*calls[: MOST_CALLS // 2], _left_out(calls), *calls[-MOST_CALLS // 2 :]]
-    )
-    return Window(title, first, last, tuple(shown))
+    first = int(bounds[place - 1]) + 1 if place else int(rows.micro_step[rows.optimizers[0].index[0]])
+    calls = list(_calls(rows, rows.optimizers[0], first, last))
+    half = MOST_CALLS // 2
+    if len(calls) > MOST_CALLS:
+        calls = [*calls[:half], Call("other", f"… {len(calls) - MOST_CALLS} more calls …"), *calls[-half:]]
+    return Window(title, first, last, tuple(calls))
 
 
-def _left_out(calls: list[Call]) -> Call:
-    return Call("other", f"… {len(calls) - MOST_CALLS} more calls …")
+def _calls(rows: Rows, track: Track, first: int, last: int) -> Iterable[Call]:
+    steps = rows.micro_step[track.index]
+    for place in track.index[np.searchsorted(steps, first) : np.searchsorted(steps, last, side="right")].tolist():
+        for letter in rows.text("calls", place):
+            label, kind = CALLS.get(letter, (letter, "other"))
+            yield Call(kind, label, _note(rows, letter, place))
 
 
-def _by_step(rows: Rows, column: str, first: int, last: int) -> dict[int, float]:
-    points = rows.points(column, rows.processes[0])
-    inside = (points.x >= first) & (points.x <= last)
-    return dict(zip(points.x[inside].tolist(), points.y[inside].tolist(), strict=True))
+_NOTES = {
+    "B": ("loss weight", "loss_weight"),
+    "U": ("by", "loss_scale_before"),
+    "C": ("limit", "clip_max_norm"),
+    "S": ("lr", "lr"),
+    "P": ("to", "loss_scale_after"),
+}
+"""What stands under a call: a word and the column with the value."""
 
 
-def _events(rows: Rows, first: int, last: int) -> list[dict[str, Any]]:
-    """The first process's events of a window, cut where one window's calls end and the next one's begin."""
-    table = rows.trace.tables["events"]
-    step, rank = pc.cast(table["micro_step"], pa.int64()), pc.cast(table["rank"], pa.int64())
-    inside = pc.and_(pc.greater_equal(step, first - 1), pc.less_equal(step, last))
-    mine = pc.fill_null(pc.equal(rank, int(rows.processes[0].rank)), False)
-    chosen = table.filter(pc.and_(pc.fill_null(inside, False), mine)).sort_by("seq").to_pylist()
-    before = [e for e in chosen if e["micro_step"] == first - 1]
-    middle = [e for e in chosen if first <= e["micro_step"] < last]
-    after = [e for e in chosen if e["micro_step"] == last]
-    return before[_cut(before, first == 1) :] + middle + after[: _cut(after, False)]
-
-
-def _cut(events: list[dict[str, Any]], from_start: bool) -> int:
-    """Where, among events with the count of a window's last backward, the next window begins: its first forward."""
-    stepped = from_start
-    for place, event in enumerate(events):
-        kind = _kind(event["event"])
-        if kind in ("forward", "scale") and stepped:
-            return place
-        stepped |= kind == "step"
-    return len(events)
-
-
-def _kind(name: str) -> Kind:
-    return next((kind for part, kind in _WORDS if part in str(name)), "other")
-
-
-def _call(event: dict[str, Any], weights: dict[int, float]) -> Call:
-    kind = _kind(event["event"])
-    note = _note(event["detail"])
-    if kind == "backward" and (weight := weights.get(int(event["micro_step"]))) is not None:
-        note = f"loss weight {number(weight)}" + (f"; {note}" if note else "")
-    return Call(kind, one_line(event["event"]), note)
-
-
-def _note(detail: str | None) -> str:
-    """The flat part of an event's detail in a few words."""
-    try:
-        said = json.loads(detail) if detail else {}
-    except ValueError:
-        return one_line(detail)
-    if not isinstance(said, dict):
-        return one_line(said)
-    flat = {k: v for k, v in said.items() if not isinstance(v, list | dict) and v is not None}
-    return "; ".join(f"{one_line(k).replace('_', ' ')} {number(v)}" for k, v in list(flat.items())[:4])
+def _note(rows: Rows, letter: str, place: int) -> str:
+    word, column = _NOTES.get(letter, ("", ""))
+    values, seen = rows.column(column)
+    return f"{word} {number(float(values[place]))}" if column and seen[place] else ""
 
 
 def _compared(faulty: Window, good: Window) -> tuple[Window, Window]:
     """Both windows, with the calls marked that only one of them has."""
-    matcher = SequenceMatcher(a=[c.kind for c in faulty.calls], b=[c.kind for c in good.calls], autojunk=False)
+    matcher = SequenceMatcher(a=[c.label for c in faulty.calls], b=[c.label for c in good.calls], autojunk=False)
     ours, theirs = list(faulty.calls), list(good.calls)
     for tag, a, a_end, b, b_end in matcher.get_opcodes():
         if tag != "equal":
@@ -215,15 +178,13 @@ def _compared(faulty: Window, good: Window) -> tuple[Window, Window]:
 
 def _textbook(faulty: Window) -> Window:
     """The order of calls that a window of the same kind should have, for a run in which no window is right."""
-    kinds = {c.kind for c in faulty.calls}
-    count = max(1, sum(c.kind == "backward" for c in faulty.calls))
-    scaled = bool(kinds & {"unscale", "update", "scale"})
-    micro: list[Kind] = [k for k in ("forward", "scale", "backward") if k in kinds or k == "backward"]
-    end: list[Kind] = ["unscale", "clip"] if scaled and "clip" in kinds else ["clip"] if "clip" in kinds else []
-    end += ["step", "update"] if scaled else ["step"]
-    end += ["scheduler", "zero_grad"] if "scheduler" in kinds else ["zero_grad"]
-    calls = tuple(
-        Call(kind, kind, f"loss weight {number(1 / count)}" if kind == "backward" else "")
-        for kind in [*micro * count, *end]
-    )
-    return Window("the textbook's order", None, None, calls)
+    made = {c.label: letter for letter, (label, _) in CALLS.items() for c in faulty.calls if c.label == label}
+    there = set(made.values())
+    count = max(1, sum(c.label == "backward" for c in faulty.calls))
+    scaled = bool(there & set("UuPK"))
+    micro = "FB" if "F" in there else "B"
+    end = ("U" if scaled and "C" in there else "u" if scaled else "") + ("C" if "C" in there else "") + "S"
+    end += ("P" if scaled else "") + ("L" if "L" in there else "") + "Z"
+    weight = f"loss weight {number(1 / count)}"
+    calls = (Call(CALLS[c][1], CALLS[c][0], weight if c == "B" else "") for c in micro * count + end)
+    return Window("the textbook's order", None, None, tuple(calls))

@@ -11,7 +11,7 @@ import numpy as np
 
 from stepscope.render.overview import draw
 from stepscope.render.plots import PLOTS, Line, Plot
-from stepscope.render.words import clean, number, one_line, steps_phrase
+from stepscope.render.words import clean, flat, label, one_line, steps_phrase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -126,23 +126,14 @@ def _numbers(evidence: dict[str, Any]) -> Iterable[tuple[str, str]]:
             yield key, flat(evidence[key])
     for key, value in evidence.items():
         if key not in KNOWN:
-            yield _label(key), flat(value)
+            yield label(key), flat(value)
 
 
-def flat(value: Any) -> str:
-    """Any plain JSON value in one line."""
-    if isinstance(value, dict):
-        return "; ".join(f"{_label(k)} {flat(v)}" for k, v in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(flat(v) for v in value)
-    return number(value)
-
-
-def table_of(rows: Sequence[dict[str, Any]]) -> Table:
+def table_of(rows: Sequence[dict[str, Any]], *, limit: int = MOST_ROWS) -> Table:
     """A table of flat dicts; its columns are all keys in order of appearance, absent cells are empty."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    cells = (tuple(flat(row[k]) if k in row else "" for k in keys) for row in rows[:MOST_ROWS])
-    return Table(tuple(_label(k) for k in keys), tuple(cells), len(rows))
+    cells = (tuple(flat(row[k]) if k in row else "" for k in keys) for row in rows[:limit])
+    return Table(tuple(label(k) for k in keys), tuple(cells), len(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +171,9 @@ def _detail(outcome: Outcome) -> DetailView:
         one_line(outcome.name),
         outcome.status,
         clean(outcome.reason),
-        tuple((_label(k), flat(v)) for k, v in outcome.details.items() if k not in rows),
-        tuple((_label(k), table_of(v)) for k, v in rows.items()),
+        tuple((label(k), flat(v)) for k, v in outcome.details.items() if k not in rows),
+        tuple((label(k), table_of(v)) for k, v in rows.items()),
     )
-
-
-def _label(key: object) -> str:
-    return one_line(key).replace("_", " ")
 
 
 def _charts(rows: Rows, finding: Finding, anchor: str, steps: tuple[int, ...], last_step: int) -> Iterable[Chart]:

@@ -53,6 +53,8 @@ def _real(value: float, digits: int) -> str:
         return "infinity" if value > 0 else "-infinity"
     if value.is_integer() and abs(value) < 1e15:
         return grouped(int(value))
+    if 1e4 <= abs(value) < 1e7:
+        return grouped(round(value))
     return f"{value:.{digits}g}"
 
 
@@ -81,3 +83,17 @@ def steps_phrase(first: int | None, last: int | None) -> str:
     if last is None or last == first:
         return f"micro-step {grouped(first)}"
     return f"micro-steps {grouped(first)} to {grouped(last)}"
+
+
+def label(key: object) -> str:
+    """A key of plain data as a title: blanks for underscores."""
+    return one_line(key).replace("_", " ")
+
+
+def flat(value: Any) -> str:
+    """Any plain JSON value in one line."""
+    if isinstance(value, dict):
+        return "; ".join(f"{label(k)} {flat(v)}" for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(flat(v) for v in value)
+    return number(value)

@@ -21,6 +21,7 @@ STEPS = (
     Column("applied_steps", "int64", "steps", "attempts that changed parameters"),
     Column("sync_gradients", "bool", "", "a step was attempted after this micro-step"),
     Column("tail", "bool", "", "the window is shorter than K", "not the last row of a window"),
+    Column("calls", "string", "", "calls up to the next micro-step, a letter each"),
     Column("lr", "float64", "1", "rate that the step used"),
     Column("loss", "float64", "1", "as the model gave it: unscaled, undivided"),
     Column("loss_weight", "float64", "1", "factor with which the loss enters backward"),
@@ -125,6 +126,7 @@ def _steps(run: Run, rank: int, optimizer: str) -> pa.Table:
         "applied_steps": (np.cumsum(last & ~skipped), always),
         "sync_gradients": (last, always),
         "tail": (size < run.K, last),
+        "calls": (_calls(run, last, skipped), always),
         "lr": (lr, always),
         "loss": (loss, always),
         "loss_weight": (weight, always),
@@ -162,7 +164,6 @@ def _params(run: Run, rank: int) -> pa.Table:
     always = np.ones(p * w, dtype=bool)
     norm = np.exp(rng.standard_normal(p * w))
     norm[skipped & (np.tile(np.arange(p), w) == 0)] = np.inf
-    names = pa.array(np.tile(np.arange(p), w)).cast(pa.int32())
     cells = {
         "rank": (np.full(p * w, rank), always),
         "micro_step": (window * run.K, always),
@@ -175,35 +176,18 @@ def _params(run: Run, rank: int) -> pa.Table:
         "grad_zero_frac": (np.full(p * w, 0.01), always),
         "grad_nonfinite": (np.where(np.isinf(norm), 3, 0), always),
     }
-    del names
     return _table(PARAMS, cells)
 
 
+def _calls(run: Run, last, skipped):
+    """The letters of the textbook loop's calls."""
+    return np.where(last, np.where(skipped, "FBUCKPZ", "FBUCSPZ"), "FB").astype(object)
+
+
 def _events(run: Run) -> pa.Table:
-    """The calls of the textbook loop; the forward comes before its backward is counted."""
-    rows = []
-
-    def call(micro, name, detail=None):
-        text = None if detail is None else json.dumps(detail)
-        rows.append((0, len(rows) + 1, micro, run.optimizers[0] if name == "step" else None, name, text))
-
-    for micro in range(1, run.micro_steps + 1):
-        call(micro - 1, "forward")
-        call(micro, "backward")
-        if micro % run.K == 0 or micro == run.micro_steps:
-            window = (micro - 1) // run.K + 1
-            call(micro, "unscale", {"scale": run.scale})
-            call(micro, "clip", {"kind": "norm", "max_norm": run.clip})
-            if window not in run.skips:
-                call(micro, "step")
-            else:
-                call(micro, "step_skipped")
-            call(micro, "update")
-            call(micro, "zero_grad")
-    columns = list(zip(*rows, strict=True))
     schema = arrow_schema(EVENT_COLUMNS)
-    arrays = [pa.array(v, type=f.type) for f, v in zip(schema, columns, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=schema)
+    cells = ([0], [1], [0], [run.optimizers[0]], ["optimizer_built"], [json.dumps({"groups": 1})])
+    return pa.Table.from_arrays([pa.array(v, type=f.type) for f, v in zip(schema, cells, strict=True)], schema=schema)
 
 
 def _meta(run: Run) -> dict:

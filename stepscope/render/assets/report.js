@@ -82,14 +82,14 @@
     button.className = "log";
     const say = () => {
       const log = live.layout.yaxis.type === "log";
-      button.textContent = log ? "linear axis" : "logarithmic axis";
+      button.textContent = log ? "linear" : "logarithmic";
     };
     button.addEventListener("click", () => {
       const type = live.layout.yaxis.type === "log" ? "linear" : "log";
       Plotly.relayout(live, { "yaxis.type": type, "yaxis.autorange": true }).then(say);
     });
     say();
-    figure.querySelector(".chart-head").append(button);
+    figure.querySelector(".unit").append(" ", button);
   };
 
   const drawAll = () => Object.keys(charts).reduce((before, anchor) => before.then(() => draw(anchor)), Promise.resolve());
