@@ -76,8 +76,8 @@ class Laboratory:
             torch.autograd.backward(total(self._loss(self.cast(batch), where)))
             return self._collect(where)
 
-    def gradients_by_term(self, batch: Any, where: str) -> tuple[dict[str, Tensor], float, int | None]:
-        """Gradient of each term of the loss, the loss, and the number of targets that counted (None: not known).
+    def gradients_by_term(self, batch: Any, where: str) -> tuple[dict[str, Tensor], int | None]:
+        """Gradient of each term of the loss, and the number of targets that counted (None: not known).
 
         Where the parts do not add up to the gradient of the loss (a term inside another one), there is one term.
         """
@@ -89,10 +89,9 @@ class Laboratory:
             parts = {name: self._backward_through(name, nodes, loss) for name in nodes}
             torch.autograd.backward(total(loss))
             whole = self._collect(where)
-            value = float(total(loss).detach())
         if parts and float((torch.stack(list(parts.values())).sum(0) - whole).norm()) > 1e-6 * float(whole.norm()):
             parts = {}
-        return parts or {WHOLE: whole}, value, targets
+        return parts or {WHOLE: whole}, targets
 
     def window(self, accumulate: Callable[..., object], micro_batches: list[Any], scale: float = 1.0) -> Tensor:
         """The gradient that an accumulation window leaves in ``.grad``, as one float64 vector.
@@ -161,6 +160,10 @@ class Laboratory:
     @contextmanager
     def _pass(self) -> Iterator[None]:
         self._restore()
+        if self.dropout and self.precision is not FLOAT64:
+            with seeded(self.seed):
+                yield
+            return
         mode = (InFloat64 if self.precision is FLOAT64 else NoDropout)(keep=self.dropout)
         with seeded(self.seed), mode:
             yield

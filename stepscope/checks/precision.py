@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +123,15 @@ def _lift(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...
         return leaf.double() if isinstance(leaf, Tensor) and leaf.dtype in _LOWER else leaf
 
     return tree_map(lift, args), tree_map(lift, kwargs)
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """Run without oneDNN, which has no half-precision kernels for some layers (LSTM) on some processors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TF32 acceleration")  # flags() sets a switch of other processors
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ def _record(laboratory: Laboratory, batch: Any) -> Calls:
 
 def _detached(tree: Any) -> list[Tensor]:
     leaves = tree_leaves(dict(tree) if isinstance(tree, dict) else tree)
-    return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _couples(whole: list[tuple[list[Tensor], list[Tensor]]], pieces: list[Any]) -> bool:
@@ -96,7 +96,13 @@ def _same(whole: list[Tensor], pieces: list[list[Tensor]]) -> bool:
 
 
 def _agree(whole: Tensor, pieces: list[Tensor]) -> bool:
-    """Whether the pieces, joined along some dimension, are the whole; True where the shapes do not tell."""
+    """Whether the pieces, joined along some dimension, are the whole; True where the shapes do not tell.
+
+    A scalar agrees if it is the mean or the sum of the pieces'.
+    """
+    if whole.dim() == 0:
+        stacked = torch.stack(pieces).double()
+        return _close(stacked.mean(), whole) or _close(stacked.sum(), whole)
     joined = [_join(pieces, dim) for dim in range(whole.dim())]
     comparable = [j for j in joined if j is not None and j.shape == whole.shape]
     return not comparable or any(_close(j, whole) for j in comparable)

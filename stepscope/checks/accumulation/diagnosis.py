@@ -76,12 +76,13 @@ def name_weights(
     """Findings for weights `used` that differ from the needed ones; empty where they agree within `tolerance`."""
     patterns = {term: _pattern(evidence, settings, used, term, tolerance) for term in _terms(evidence)}
     wrong = {term: pattern for term, pattern in patterns.items() if pattern is not RIGHT}
-    alike = len({pattern.name for pattern in patterns.values()}) == 1 and _same(
-        [pattern.factor for pattern in patterns.values()], tolerance
-    )
+    factors = all(_is_factor(pattern) for pattern in patterns.values())
+    same_kind = factors or len({pattern.name for pattern in patterns.values()}) == 1
+    alike = same_kind and _same([pattern.factor for pattern in patterns.values()], tolerance)
     table = weight_table(evidence, used)
-    if alike or not all(_is_factor(pattern) for pattern in patterns.values()):
-        chosen = dict(list(wrong.items())[:1]) if alike else wrong
+    if alike or not factors:
+        main = evidence.pieces.main_term
+        chosen = {main: wrong[main]} if alike and wrong else wrong
         return [
             finding(
                 p.name,
@@ -146,7 +147,7 @@ def _pattern(evidence: Evidence, settings: Settings, used: dict[Key, float], ter
         return (
             RIGHT
             if _near(ratios[0], 1.0, tolerance)
-            else Pattern(_factor_name(ratios[0], evidence, settings), ratios[0])
+            else Pattern(_factor_name(ratios[0], evidence, settings, term), ratios[0])
         )
     largest = max(abs(w) for w in weights)
     kept = [abs(w) > tolerance * largest for w in weights]
@@ -159,13 +160,13 @@ def _pattern(evidence: Evidence, settings: Settings, used: dict[Key, float], ter
     return Pattern("accum-unequal-weights", math.nan)
 
 
-def _factor_name(factor: float, evidence: Evidence, settings: Settings) -> str:
+def _factor_name(factor: float, evidence: Evidence, settings: Settings, term: str) -> str:
     count = len(evidence.pieces.micro_batches)
     if abs(factor) < NAMING_TOLERANCE:
         return "accum-no-gradient"
     if settings.tail and _near(factor, settings.tail / settings.accumulation_steps, 1e-3):
         return "accum-tail-misweighted"
-    if count > 1 and not evidence.pieces.additive:
+    if count > 1 and term not in evidence.pieces.additive:
         if _near(factor, count, 1e-3):
             return "accum-missing-divide"
         if _near(factor, 1 / count, 1e-3):
@@ -213,7 +214,7 @@ def _sentence(p: Pattern, evidence: Evidence, settings: Settings, used: dict[Key
 def _denominator_hint(factor: float, evidence: Evidence) -> str:
     pieces = evidence.pieces
     count = len(pieces.micro_batches)
-    if pieces.additive and _near(factor, 1 / count, 1e-3):
+    if pieces.main_term in pieces.additive and _near(factor, 1 / count, 1e-3):
         return f" (1/{count}): the loss adds up over its rows, so a window must not divide it by {count}"
     if pieces.targets and _near(factor, sum(pieces.targets), 1e-3):
         return f": that is the number of targets ({sum(pieces.targets)}), so a sum is used where a mean is meant"

@@ -33,7 +33,7 @@ class Pieces:
         micro_batches: its micro-batches.
         large: term -> gradient of the large batch.
         parts: (micro-batch, term) -> gradient.
-        additive: the loss adds up over its rows (a sum) rather than averages: twice the rows, twice the loss.
+        additive: terms that add up over their rows (a sum) rather than average.
         targets: targets that counted in each micro-batch; None where a loss does not tell.
     """
 
@@ -41,7 +41,7 @@ class Pieces:
     micro_batches: list[Any]
     large: dict[str, Tensor]
     parts: dict[Key, Tensor]
-    additive: bool
+    additive: frozenset[str]
     targets: list[int] | None
 
     @property
@@ -50,9 +50,19 @@ class Pieces:
         return torch.stack(list(self.large.values())).sum(dim=0)
 
     @property
+    def main_term(self) -> str:
+        """The term with the largest gradient."""
+        return max(self.large, key=lambda term: float(self.large[term].norm()))
+
+    @property
     def shares(self) -> list[float]:
         """n_i/N where the targets are known, else the share of the rows."""
-        counts = self.targets or [batch_size(micro) for micro in self.micro_batches]
+        return self.row_shares if self.targets is None else [count / sum(self.targets) for count in self.targets]
+
+    @property
+    def row_shares(self) -> list[float]:
+        """Each micro-batch's share of the rows."""
+        counts = [batch_size(micro) for micro in self.micro_batches]
         return [count / sum(counts) for count in counts]
 
 
@@ -71,6 +81,7 @@ class Evidence:
         modules: modules that couple the rows.
         frozen: difference left when the coupling layers use fixed statistics; None where that was not possible.
         bound: on the distance of two right results.
+        dropout_calls: dropout masks that a pass replaced.
         own: how the tool's own window weighs the losses, in words; empty for the user's.
     """
 
@@ -84,6 +95,7 @@ class Evidence:
     coupled: dict[str, float]
     modules: list[str]
     frozen: float | None
+    dropout_calls: int
     own: str
 
     @property
@@ -110,37 +122,42 @@ def measure(laboratory: Laboratory, settings: Settings) -> Evidence:
     if not settings.keep_dropout:
         _require_deterministic(laboratory, pieces, limit)
     needed, coupled = needed_weights(pieces, limit)
-    modules, frozen = [], None
+    modules, frozen, open_terms = [], None, set(coupled)
     if coupled:
         modules = coupling.coupling_modules(laboratory, pieces.whole, pieces.micro_batches)
-        needed, frozen = _with_frozen_statistics(laboratory, settings, modules, limit, needed)
+        found = _with_frozen_statistics(laboratory, settings, modules, limit)
+        if found is not None and found[0].keys() == needed.keys():
+            needed, frozen, open_terms = found
     window, own = choose_window(laboratory.experiment, pieces, settings)
     accumulated = laboratory.window(window, pieces.micro_batches)
-    right = combine([needed[key] for key in pieces.parts], list(pieces.parts.values()))
-    found = fit(accumulated, list(pieces.parts.values()), [needed[key] for key in pieces.parts])
-    used = dict(zip(pieces.parts, found.weights, strict=True))
-    return Evidence(pieces, accumulated, right, needed, used, found.residual, limit, coupled, modules, frozen, own)
+    calls = laboratory.dropout_calls
+    parts = list(pieces.parts.values())
+    explained = fit(accumulated, parts, [needed[key] for key in pieces.parts])
+    used = dict(zip(pieces.parts, explained.weights, strict=True))
+    needed = _settle(needed, used, pieces, open_terms)
+    right = combine([needed[key] for key in pieces.parts], parts)
+    return Evidence(
+        pieces, accumulated, right, needed, used, explained.residual, limit, coupled, modules, frozen, calls, own
+    )
 
 
 def cut(laboratory: Laboratory, settings: Settings) -> Pieces:
     """Split the batch and compute every gradient that the comparison is made of."""
     micro_batches = split(laboratory.experiment.batch, settings.accumulation_steps)[: settings.window_size]
     whole = join(micro_batches)
-    large, loss, _ = laboratory.gradients_by_term(whole, "the large batch")
-    doubled = laboratory.loss(join([whole, whole]), "the large batch twice")
+    large = laboratory.gradients_by_term(whole, "the large batch")[0]
+    doubled = laboratory.gradients_by_term(join([whole, whole]), "the large batch twice")[0]
     found = [
         laboratory.gradients_by_term(micro, f"micro-batch {place} of {len(micro_batches)}")
         for place, micro in enumerate(micro_batches, 1)
     ]
-    counts = [count for _, _, count in found if count]
-    gradients = [terms for terms, _, _ in found]
-    if any(terms.keys() != large.keys() for terms in gradients):
-        large, gradients = _collapse(large), [_collapse(terms) for terms in gradients]
+    counts = [count for _, count in found if count]
+    gradients = [terms for terms, _ in found]
+    if any(terms.keys() != large.keys() for terms in [*gradients, doubled]):
+        large, doubled, gradients = _collapse(large), _collapse(doubled), [_collapse(terms) for terms in gradients]
     parts = {(place, name): g for place, terms in enumerate(gradients) for name, g in terms.items()}
     targets = counts if len(counts) == len(found) else None
-    # Twice the rows have the same batch statistics, so this is exact for BatchNorm models as well.
-    additive = abs(doubled - 2 * loss) <= 1e-6 * abs(loss)
-    return Pieces(whole, micro_batches, large, parts, additive, targets)
+    return Pieces(whole, micro_batches, large, parts, _additive(large, doubled), targets)
 
 
 def needed_weights(pieces: Pieces, limit: rounding.Bound) -> tuple[dict[Key, float], dict[str, float]]:
@@ -153,13 +170,33 @@ def needed_weights(pieces: Pieces, limit: rounding.Bound) -> tuple[dict[Key, flo
     allowed = limit.value * float(pieces.gradient.norm())
     for term, gradient in pieces.large.items():
         keys = [key for key in pieces.parts if key[1] == term]
-        guess = [1.0] * len(keys) if pieces.additive else pieces.shares
-        found = fit(gradient, [pieces.parts[key] for key in keys], guess)
-        decomposes = found.residual * float(gradient.norm()) <= allowed
+        additive = term in pieces.additive
+        guess = [1.0] * len(keys) if additive else pieces.shares
+        parts = [pieces.parts[key] for key in keys]
+        found = fit(gradient, parts, guess)
+        decomposes = found.residual * float(gradient.norm()) <= allowed and _plausible(found.weights, additive)
         if not decomposes:
-            coupled[term] = found.residual
+            coupled[term] = relative(gradient - combine(guess, parts), gradient)
         needed |= dict(zip(keys, found.weights if decomposes else guess, strict=True))
     return needed, coupled
+
+
+def _plausible(weights: list[float], additive: bool) -> bool:
+    """Whether weights are those of a sum (all 1) or of a mean (positive, together 1).
+
+    With few distinct directions (a router with two experts) even a coupled gradient is some combination of the parts.
+    """
+    tolerance = 1e-6
+    if additive:
+        return all(abs(weight - 1) <= tolerance for weight in weights)
+    return all(weight > 0 for weight in weights) and abs(sum(weights) - 1) <= tolerance
+
+
+def _additive(large: dict[str, Tensor], doubled: dict[str, Tensor]) -> frozenset[str]:
+    """Terms whose gradient doubles when every row is there twice; batch statistics do not notice the second copy."""
+    return frozenset(
+        term for term, g in large.items() if float((doubled[term] - 2 * g).norm()) <= 1e-6 * float(g.norm())
+    )
 
 
 def choose_window(experiment: Experiment, pieces: Pieces, settings: Settings) -> tuple[Window, str]:
@@ -173,7 +210,7 @@ def choose_window(experiment: Experiment, pieces: Pieces, settings: Settings) ->
     count = len(pieces.micro_batches)
     kind = settings.normalisation
     if kind == "auto":
-        kind = "sum" if pieces.additive else "mean"
+        kind = "sum" if pieces.main_term in pieces.additive else "mean"
     if kind == "sum":
         return plain_window(experiment.loss_fn, [1.0] * count), "the losses added up"
     if kind == "targets":
@@ -193,8 +230,8 @@ def _collapse(terms: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _bound(laboratory: Laboratory, pieces: Pieces, settings: Settings, additions: float) -> rounding.Bound:
     """The bound in float64. A loss that depends on the order of the rows is only perturbed, not reordered."""
-    scale = len(pieces.micro_batches) if not pieces.additive else 1
-    parts = [part / scale for part in pieces.parts.values()]
+    count = len(pieces.micro_batches)
+    parts = [part / (1 if term in pieces.additive else count) for (_, term), part in pieces.parts.items()]
     single = additions / FLOAT64.unit_roundoff * WORKING["float32"].unit_roundoff
     for reorder in (not settings.keep_dropout, False):
         orders = _orders(laboratory, pieces.whole, settings.seed, reorder=reorder)
@@ -232,17 +269,36 @@ def _require_deterministic(laboratory: Laboratory, pieces: Pieces, limit: roundi
 
 
 def _with_frozen_statistics(
-    laboratory: Laboratory, settings: Settings, modules: list[str], limit: rounding.Bound, needed: dict[Key, float]
-) -> tuple[dict[Key, float], float | None]:
-    """Weights and remaining difference when the coupling layers normalise with their running statistics."""
+    laboratory: Laboratory, settings: Settings, modules: list[str], limit: rounding.Bound
+) -> tuple[dict[Key, float], float, set[str]] | None:
+    """The comparison when the coupling layers normalise with their running statistics; None where they cannot.
+
+    Returns the weights of a right window, its distance from the large batch, and the terms that are coupled still.
+    """
     frozen = coupling.freezable(laboratory.model, modules)
     if not frozen:
-        return needed, None
+        return None
     with laboratory.evaluating(frozen):
         pieces = cut(laboratory, settings)
         weights, coupled = needed_weights(pieces, limit)
-        if pieces.parts.keys() != needed.keys():
-            return needed, None
         right = combine([weights[key] for key in pieces.parts], list(pieces.parts.values()))
-    rest = relative(right - pieces.gradient, pieces.gradient)
-    return (needed, rest) if coupled else (weights, rest)
+    return weights, relative(right - pieces.gradient, pieces.gradient), set(coupled)
+
+
+def _settle(needed: dict[Key, float], used: dict[Key, float], pieces: Pieces, terms: set[str]) -> dict[Key, float]:
+    """Needed weights in which a coupled mean counts micro-batches by rows or by targets, as the window does.
+
+    For such a term no weights give the large batch's gradient, and both are what right loops do.
+    """
+    settled = dict(needed)
+    for term in terms - pieces.additive:
+        keys = [key for key in needed if key[1] == term]
+        whole = sum(used[key] for key in keys) or 1.0
+        given = [used[key] / whole for key in keys]
+        by_targets, by_rows = (_distance(given, shares) for shares in (pieces.shares, pieces.row_shares))
+        settled |= dict(zip(keys, pieces.row_shares if by_rows < by_targets else pieces.shares, strict=True))
+    return settled
+
+
+def _distance(left: list[float], right: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(left, right, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,7 @@ from stepscope.checks.accumulation.exact import Evidence, Pieces, choose_window
 from stepscope.checks.accumulation.weights import fit
 from stepscope.checks.batches import shuffled
 from stepscope.checks.passes import Laboratory
+from stepscope.checks.precision import without_onednn
 from stepscope.checks.windows import weighted_window
 from stepscope.errors import StepscopeError
 
@@ -59,11 +61,15 @@ def run_working(experiment: Experiment, settings: Settings, precision: Precision
     """
     if settings.keep_dropout:
         return WorkingResult(precision.name, "not run", reason="with dropout on, only float64 is compared")
-    try:
-        laboratory = Laboratory(experiment, precision, seed=settings.seed)
-        return _Run(laboratory, evidence, settings).judge()
-    except StepscopeError as error:
-        return WorkingResult(precision.name, "not run", reason=error.message)
+    reason = ""
+    for surroundings in (contextlib.nullcontext(), without_onednn()):
+        try:
+            with surroundings:
+                laboratory = Laboratory(experiment, precision, dropout=not evidence.dropout_calls, seed=settings.seed)
+                return _Run(laboratory, evidence, settings).judge()
+        except StepscopeError as error:
+            reason = reason or error.message
+    return WorkingResult(precision.name, "not run", reason=reason)
 
 
 class _Run:
