@@ -17,7 +17,7 @@ from stepscope.watch.naming import Names
 from stepscope.watch.watcher import Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import torch
 
@@ -65,6 +65,7 @@ class Recorder:
         models: models whose parameter names are to be used.
         optimizers: the optimizers to watch; None for every one that appears.
         meta: facts of the run, written beside the journal.
+        on_rows: told the finished rows of steps, in order, as they are written.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class Recorder:
         models: Iterable[Any] = (),
         optimizers: Iterable[torch.optim.Optimizer] | None = None,
         meta: dict[str, Any] | None = None,
+        on_rows: Callable[[list[dict[str, Any]]], None] | None = None,
     ) -> None:
+        self._on_rows = on_rows
         self.store = store
         self.settings = settings
         self.meta = meta if meta is not None else {}
@@ -166,7 +169,9 @@ class Recorder:
             if probe not in self._off:
                 self._guarded(probe, handler, event)
         if kind is BackwardBegin:
-            self._tell_each("on_watched_begin", [w for w in self.watcher.optimizers.values() if w.optimizer is not None])
+            self._tell_each(
+                "on_watched_begin", [w for w in self.watcher.optimizers.values() if w.optimizer is not None]
+            )
 
     def _begin_backward(self) -> None:
         new = [w for w in self.watcher.optimizers.values() if w.index not in self._known]
@@ -248,7 +253,10 @@ class Recorder:
             for probe in self._probes:
                 if probe not in self._off:
                     self._guarded(probe, probe.resolve, row, held)
-        self.store.append("steps", [{k: v for k, v in c.items() if k[0] != "_"} for c in cells])
+        steps = [{k: v for k, v in c.items() if k[0] != "_"} for c in cells]
+        self.store.append("steps", steps)
+        if self._on_rows is not None and steps:
+            self._on_rows(steps)
         self.store.append("params", [p for row, c in zip(rows, cells, strict=True) for p in self._param_rows(row, c)])
         for event in events:
             event["detail"] = dumps(event["detail"]) if event["detail"] is not None else None
@@ -293,6 +301,15 @@ class Recorder:
 def _describe(watched: WatchedOptimizer) -> dict[str, Any]:
     """What meta.json says of an optimizer."""
     optimizer = watched.optimizer
-    groups = [{k: v for k, v in g.items() if isinstance(v, int | float | bool | str)} | {"params": len(g["params"])} for g in watched.groups]
+    groups = [
+        {k: v for k, v in g.items() if isinstance(v, int | float | bool | str)} | {"params": len(g["params"])}
+        for g in watched.groups
+    ]
     fused = bool(optimizer is not None and optimizer.defaults.get("fused"))
-    return {"name": watched.label, "class": watched.kind, "fused": fused, "groups": groups, "attempts": watched.attempts}
+    return {
+        "name": watched.label,
+        "class": watched.kind,
+        "fused": fused,
+        "groups": groups,
+        "attempts": watched.attempts,
+    }

@@ -14,7 +14,7 @@ from stepscope.store.folder import prepare_folder
 from stepscope.store.writer import DirectoryStore, MemoryStore, Store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
     import torch
@@ -44,6 +44,7 @@ class Watching:
         meta: dict[str, Any] | None = None,
         rank: int = 0,
         world_size: int = 1,
+        on_rows: Callable[[list[dict[str, Any]]], None] | None = None,
     ) -> None:
         from stepscope.recorder import Recorder
 
@@ -58,7 +59,14 @@ class Watching:
             Settings(every=every, max_steps=max_steps, declared=dict(declare or {})),
             models=models,
             optimizers=optimizers or None,
-            meta={**facts(), **(meta or {}), "declared": dict(declare or {}), "rank": rank, "world_size": world_size},
+            meta={
+                **process_facts(),
+                **(meta or {}),
+                "declared": dict(declare or {}),
+                "rank": rank,
+                "world_size": world_size,
+            },
+            on_rows=on_rows,
         )
         self._given = [x for x in (scaler, *_many(scheduler)) if x is not None]
         self._search = not optimizers
@@ -80,11 +88,20 @@ class Watching:
         """Stop watching: the patches are removed and the journal is closed. A second call does nothing."""
         self._recorder.stop(status, **facts)
 
+    def discard(self) -> None:
+        """Stop, and remove what was written: the run never began."""
+        self.stop("failed")
+        self._store.discard()
+
     @property
     def trace(self) -> Trace:
         """What has been recorded so far."""
         self._recorder.hand_over()
         return self._store.trace()
+
+    def facts(self, **facts: Any) -> None:
+        """Add facts of the run to the trace's meta."""
+        self._recorder.meta.update(facts)
 
     @property
     def note(self) -> Any:
@@ -125,7 +142,7 @@ def watch(model: Any = None, optimizer: Any = None, **options: Any) -> Watching:
     return Watching(model, optimizer, **options)
 
 
-def facts() -> dict[str, Any]:
+def process_facts() -> dict[str, Any]:
     """Facts of this process for the trace: versions, platform, device."""
     import platform
     from datetime import UTC, datetime

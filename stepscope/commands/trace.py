@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from stepscope.errors import EXIT_CLEAN
+from stepscope.errors import StepscopeError
 from stepscope.reference.config import TraceConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from stepscope.reference.run import Prepared
 
 EPILOG = """
 Examples:  stepscope trace --hidden-size 64 --dtype float16   ·   stepscope trace --factory train.py:make --steps 10
@@ -62,15 +65,49 @@ def _option(metadata: Any) -> Any:
 
 
 def _run(config: TraceConfig) -> int:
-    """Prepare and train."""
-    from stepscope.reference.run import Shapes, prepare
+    """Train under watch, then judge what was recorded."""
+    from stepscope.commands.finish import finish
+    from stepscope.commands.live import Live
+    from stepscope.config import load_config
+    from stepscope.reference.run import prepare
+    from stepscope.watching import Watching
 
-    def show_shapes(shapes: Shapes, _: object) -> None:
-        for name, shape in shapes.items():
-            typer.echo(f"{name}.shape = {list(shape)}")
+    settings = load_config()
+    declared = {**settings.declare, "accumulation_steps": config.accumulation_steps}
+    live = Live(config.optimizer_steps or 0, quiet=config.quiet)
+    out = Path(config.out)
+    options = {"force": config.force, "every": config.every, "on_rows": live.rows, "meta": {"kind": "trace"}}
+    watching = Watching(out=out, declare=declared, **options)
+    with live, watching:  # before anything is built: the reference is watched as a stranger's script would be
+        try:
+            prepared = prepare(config)
+        except StepscopeError:
+            watching.discard()
+            raise
+        watching.facts(reference=_reference(config, prepared), device=str(prepared.parts.device))
+        prepared.train(on_start=live.shapes, on_window=live.window_done)
+    return finish(
+        out,
+        declared=declared,
+        select=settings.select,
+        ignore=settings.ignore,
+        accepted=settings.accept,
+        fail_on=config.fail_on,
+        after=_earlier(config, out),
+        quiet=config.quiet,
+    )
 
-    prepared = prepare(config)
-    result = prepared.train(on_start=None if config.quiet else show_shapes)
-    if not config.quiet:
-        typer.echo(f"{result.micro_steps} micro-steps, {result.windows} optimizer steps attempted", err=True)
-    return EXIT_CLEAN
+
+def _reference(config: TraceConfig, prepared: Prepared) -> dict[str, Any]:
+    """What the report needs to draw the learning rate's formula beside what was observed."""
+    length = prepared.parts.length
+    total = length.micro_steps if config.schedule == "minimind-cosine" else length.optimizer_steps
+    return {**asdict(config), "total_steps": total, "micro_steps": length.micro_steps, "windows": length.windows}
+
+
+def _earlier(config: TraceConfig, out: Path) -> Path | None:
+    """The trace of the run that a checkpoint comes from, where it lies beside it and is not being replaced."""
+    if config.resume is None:
+        return None
+    folder = Path(config.resume).resolve().parent.parent
+    return folder if (folder / "meta.json").exists() and folder != out.resolve() else None

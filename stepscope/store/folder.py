@@ -27,7 +27,9 @@ def prepare_folder(folder: Path, *, force: bool = False, rank: int = 0) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StepscopeError(f"cannot create {folder}: {error.strerror}", hint="choose another folder with --out") from error
+        raise StepscopeError(
+            f"cannot create {folder}: {error.strerror}", hint="choose another folder with --out"
+        ) from error
     if not os.access(folder, os.W_OK):
         raise StepscopeError(f"cannot write to {folder}", hint="choose another folder with --out")
     if rank == 0 and not force and _ours(folder, None):
@@ -35,6 +37,15 @@ def prepare_folder(folder: Path, *, force: bool = False, rank: int = 0) -> Path:
     for path in _ours(folder, None if rank == 0 else rank):
         path.unlink(missing_ok=True)
     return folder
+
+
+def remove_trace(folder: Path) -> None:
+    """Remove the files of a trace, and the folders that are empty then."""
+    for path in _ours(folder, None):
+        path.unlink(missing_ok=True)
+    for place in (folder / FOLDER, folder):
+        if place.is_dir() and not any(place.iterdir()):
+            place.rmdir()
 
 
 def free_folder(parent: Path, name: str) -> Path:

@@ -25,9 +25,7 @@ def arrow_schema(columns: Iterable[Column]) -> pa.Schema:
     """The Arrow schema of `columns`, with unit, meaning and null rule as metadata of each field."""
     return pa.schema(
         [
-            pa.field(
-                c.name, _ARROW[c.dtype], metadata={"unit": c.unit, "meaning": c.meaning, "null_when": c.null_when}
-            )
+            pa.field(c.name, _ARROW[c.dtype], metadata={"unit": c.unit, "meaning": c.meaning, "null_when": c.null_when})
             for c in columns
         ]
     )

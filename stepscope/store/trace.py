@@ -160,18 +160,24 @@ class Trace:
 def _read_meta(folder: Path) -> dict[str, Any]:
     """The facts of a run, after making sure that `folder` is a trace that this version can read."""
     if not folder.is_dir():
-        raise StepscopeError(f"no trace directory at {folder}", hint="record one with `stepscope trace` or `stepscope run`")
+        raise StepscopeError(
+            f"no trace directory at {folder}", hint="record one with `stepscope trace` or `stepscope run`"
+        )
     path = next((p for p in (folder / META, folder / "rank0.meta.json") if p.exists()), None)
     if path is None:
         path = next(iter(sorted(folder.glob("rank*.meta.json"))), None)
     if path is None:
-        raise StepscopeError(f"{folder} is not a trace directory: it has no {META}", hint="give the --out folder of a run")
+        raise StepscopeError(
+            f"{folder} is not a trace directory: it has no {META}", hint="give the --out folder of a run"
+        )
     meta = _read_json(path)
     number = meta.get("format")
     if not isinstance(number, int):
         raise StepscopeError(f"{path} was not written by stepscope: it has no format number")
     if number > TRACE_FORMAT:
-        raise StepscopeError(f"{folder} has trace format {number}, this stepscope reads up to {TRACE_FORMAT}", hint="upgrade stepscope")
+        raise StepscopeError(
+            f"{folder} has trace format {number}, this stepscope reads up to {TRACE_FORMAT}", hint="upgrade stepscope"
+        )
     return meta
 
 
@@ -179,7 +185,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise StepscopeError(f"cannot read {path}: {error}", hint="the file is damaged; record the run again") from error
+        raise StepscopeError(
+            f"cannot read {path}: {error}", hint="the file is damaged; record the run again"
+        ) from error
     if not isinstance(value, dict):
         raise StepscopeError(f"cannot read {path}: it does not hold an object")
     return value

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from stepscope.schema import TRACE_FORMAT, Column, Table
 from stepscope.store.journal import FOLDER, TableWriter, arrow_schema
+from stepscope.store.folder import remove_trace
 from stepscope.store.jsonio import write_json
 from stepscope.store.trace import META, Trace
 
@@ -47,6 +48,9 @@ class Store(ABC):
     def write_meta(self, meta: dict[str, Any]) -> None:
         """Keep the facts of the run."""
 
+    def discard(self) -> None:  # noqa: B027 - memory is let go of by itself
+        """Remove what was written."""
+
     @abstractmethod
     def trace(self) -> Trace:
         """What has been written so far."""
@@ -82,6 +86,10 @@ class DirectoryStore(Store):
         """Write meta.json; with several processes ``rankN.meta.json``."""
         name = f"rank{self.rank}.{META}" if self._ranked else META
         write_json(self.folder / name, {"format": TRACE_FORMAT, **meta})
+
+    def discard(self) -> None:
+        """Remove the trace, and the folders that are empty then."""
+        remove_trace(self.folder)
 
     def trace(self) -> Trace:
         """Read it back."""
