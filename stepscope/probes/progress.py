@@ -11,7 +11,7 @@ from stepscope.schema import KEYS, Column
 
 if TYPE_CHECKING:
     from stepscope import events
-    from stepscope.watch.ledger import Row
+    from stepscope.watch.ledger import Row, WatchedOptimizer
 
 CALLS = {
     "F": "forward (training)",
@@ -48,6 +48,8 @@ class Progress(Probe):
         Column("calls", "string", "", "calls up to the next micro-step, a letter each: " + ", ".join(f"{k} {v}" for k, v in CALLS.items())),
         Column("closure", "bool", "", "the step evaluated a closure", "not the window's last row"),
         Column("step_in_backward", "bool", "", "the step ran inside backward", "not the window's last row"),
+        Column("attempted_at", "int64", "micro-steps", "backward passes begun when the step was attempted, other optimizers' too", "not the window's last row"),
+        Column("params_moved", "bool", "", "parameters were written to between this optimizer's backward before and this one; writes through .data leave no trace", "the first micro-step"),
     )
 
     def __init__(self, context: Context) -> None:
@@ -57,6 +59,9 @@ class Progress(Probe):
         self._epoch: int | None = None
         self._sizes: dict[int, Counter[int]] = {}
         self._applied: Counter[int] = Counter()
+        self._versions: dict[int, int] = {}
+        self._now: dict[int, int] = {}
+        self._begun = 0
 
     def on_called(self, event: events.Called) -> None:
         """Follow the DataLoaders: a batch belongs to the epoch in which its iterator was started."""
@@ -71,6 +76,21 @@ class Progress(Probe):
     def on_backward_begin(self, event: events.BackwardBegin) -> None:
         """Note the epoch of the batch."""
         event.micro.cells["epoch"] = self._epoch
+        self._begun = event.micro.number
+        self._now.clear()
+
+    def on_watched_begin(self, watched: WatchedOptimizer) -> None:
+        """Told for each optimizer at the beginning of a backward: sum up the versions of its parameters."""
+        self._now[watched.index] = sum(p._version for p in watched.params)
+
+    def on_backward_end(self, event: events.BackwardEnd) -> None:
+        """Versions that grew since the backward before tell that parameters were written to."""
+        for row in event.rows:
+            key = per_optimizer(row)
+            if key in self._now:
+                if key in self._versions:
+                    row.cells["params_moved"] = self._now[key] != self._versions[key]
+                self._versions[key] = self._now[key]
 
     def on_step_begin(self, event: events.StepBegin) -> None:
         """Note how the step is called."""
@@ -80,7 +100,9 @@ class Progress(Probe):
 
     def on_attempt(self, event: events.Attempt) -> None:
         """An attempt without a backward has no row of its own: it becomes an event."""
-        if event.row is None:
+        if event.row is not None:
+            event.row.cells["attempted_at"] = self._begun
+        else:
             self.context.note("step_without_backward", event.optimizer, {"attempt": event.optimizer.attempts})
 
     def resolve(self, row: Row, cells: dict[str, Any]) -> None:
