@@ -1,7 +1,7 @@
 """A loop of the nanoGPT shape: module-level code, config from the globals, a disabled scaler, no scheduler object."""
 
 # Written as such scripts are.
-# ruff: noqa: E402, PTH100, PTH118, PTH120, PTH123, SIM115
+# ruff: noqa: PTH118, PTH120, PTH123, SIM115
 
 import json
 import math

@@ -1,7 +1,7 @@
 """A loop of the MiniMind shape: the rate set by hand at each micro-step, a tail flushed with the full divisor."""
 
 # Written as such scripts are.
-# ruff: noqa: E402, PTH100, PTH118, PTH120, PTH123, SIM115
+# ruff: noqa: PTH100, PTH118, PTH120
 
 import argparse
 import json
