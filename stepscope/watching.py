@@ -52,7 +52,7 @@ class Watching:
         _check_types(models, optimizers)
         self._store: Store = MemoryStore()
         if out is not None:
-            folder = prepare_folder(Path(out), force=force, rank=rank)
+            folder = prepare_folder(Path(out), force=force, rank=rank, world_size=world_size)
             self._store = DirectoryStore(folder, rank, world_size)
         self._recorder = Recorder(
             self._store,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 from stepscope.errors import EXIT_CLEAN, EXIT_COULD_NOT_RUN, EXIT_FINDINGS
@@ -14,9 +13,6 @@ if TYPE_CHECKING:
 
     from stepscope.rules.outcome import Outcome
     from stepscope.store.trace import Trace
-
-RANKS_WAIT = 60.0
-"""Seconds that rank 0 waits for the others' parts before it judges what is there."""
 
 
 def say(line: str) -> None:
@@ -67,18 +63,6 @@ def exit_code(outcomes: Sequence[Outcome], fail_on: str) -> int:
         return EXIT_CLEAN
     loud = SEVERITIES[: SEVERITIES.index(fail_on) + 1]  # type: ignore[arg-type]
     return EXIT_FINDINGS if any(f.severity in loud for o in outcomes for f in o.findings) else EXIT_CLEAN
-
-
-def wait_for_ranks(folder: Path, world_size: int) -> None:
-    """Wait until every process has written its part, or time is up."""
-    import json
-
-    deadline = time.monotonic() + RANKS_WAIT
-    while time.monotonic() < deadline:
-        paths = [folder / f"rank{r}.meta.json" for r in range(world_size)]
-        if all(p.exists() and json.loads(p.read_text("utf-8")).get("status") != "recording" for p in paths):
-            return
-        time.sleep(0.05)
 
 
 def _write_report(trace: Trace, outcomes: Sequence[Outcome], folder: Path) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stepscope.commands.finish import finish
+from stepscope.commands.processes import Processes, this_process, undisturbed
 from stepscope.errors import StepscopeError
 
 if TYPE_CHECKING:
-    from stepscope.config import Config
     from stepscope.watch.launcher import Exit, Target
 
 EPILOG = """
@@ -31,15 +32,29 @@ _HELP = "Watch a training script as it is, and say what is mechanically wrong. I
 
 def run(
     context: typer.Context,
-    module: Annotated[str | None, typer.Option("-m", help="Run a module, as `python -m` does.", metavar="MODULE")] = None,
-    code: Annotated[str | None, typer.Option("-c", help="Run a piece of code, as `python -c` does.", metavar="CODE")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the trace.  [default: reports/NAME]", envvar="STEPSCOPE_OUT")] = None,
+    module: Annotated[
+        str | None, typer.Option("-m", help="Run a module, as `python -m` does.", metavar="MODULE")
+    ] = None,
+    code: Annotated[
+        str | None, typer.Option("-c", help="Run a piece of code, as `python -c` does.", metavar="CODE")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the trace.  [default: reports/NAME]", envvar="STEPSCOPE_OUT")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a trace that is there.")] = False,
-    declare: Annotated[list[str], typer.Option(help="State an intent, e.g. accumulation_steps=4.", metavar="KEY=VALUE")] = [],  # noqa: B006
+    declare: Annotated[
+        list[str], typer.Option(help="State an intent, e.g. accumulation_steps=4.", metavar="KEY=VALUE")
+    ] = [],  # noqa: B006
     after: Annotated[Path | None, typer.Option(help="This run resumes the one recorded in DIR.", metavar="DIR")] = None,
-    every: Annotated[int, typer.Option(help="Parameter-level rows at every N-th window only; 0: all early, then fewer.", min=0)] = 0,
-    max_steps: Annotated[int, typer.Option(help="Stop recording (not the script) after N micro-steps; 0: never.", min=0)] = 0,
-    fail_on: Annotated[str | None, typer.Option(help="Exit 1 on findings from: error, warning, notice; or never.")] = None,
+    every: Annotated[
+        int, typer.Option(help="Parameter-level rows at every N-th window only; 0: all early, then fewer.", min=0)
+    ] = 0,
+    max_steps: Annotated[
+        int, typer.Option(help="Stop recording (not the script) after N micro-steps; 0: never.", min=0)
+    ] = 0,
+    fail_on: Annotated[
+        str | None, typer.Option(help="Exit 1 on findings from: error, warning, notice; or never.")
+    ] = None,
     select: Annotated[list[str], typer.Option(help="Judge only by these rules (codes, prefixes or names).")] = [],  # noqa: B006
     ignore: Annotated[list[str], typer.Option(help="Leave these rules out.")] = [],  # noqa: B006
     report: Annotated[bool, typer.Option("--report/--no-report", help="Write the HTML report.")] = True,
@@ -58,12 +73,27 @@ def run(
         from stepscope.store.trace import Trace
 
         Trace.load(after)
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    folder = out if out is not None else _default_folder(target)
-    ended = _watched(target, folder, declared, force=force, every=every or config.every, max_steps=max_steps, rank=rank, world_size=world_size)
-    if rank != 0:
+    processes = this_process()
+    folder = (
+        out if out is not None else _default_folder(target, processes)
+    ).absolute()  # the script may change directory
+    ended = _watched(target, folder, declared, processes, force=force, every=every or config.every, max_steps=max_steps)
+    if processes.several and not processes.judges(folder, failed=ended.code != 0):
         return ended.code
-    verdict = _judge(folder, config, declared, level, after, select, ignore, world_size, report=report, quiet=quiet)
+    with undisturbed() if processes.several else nullcontext():
+        if processes.rank == 0 and processes.several:
+            processes.wait_for_parts(folder, failed=ended.code != 0)
+        verdict = finish(
+            folder,
+            declared=declared,
+            select=select or config.select,
+            ignore=ignore or config.ignore,
+            accepted=config.accept,
+            fail_on=level,
+            after=after,
+            report=report,
+            quiet=quiet or processes.rank != 0,
+        )
     return ended.code or verdict
 
 
@@ -82,21 +112,23 @@ def _target(module: str | None, code: str | None, words: list[str]) -> Target:
     return Target("script", words[0], tuple(words[1:]))
 
 
-def _default_folder(target: Target) -> Path:
+def _default_folder(target: Target, processes: Processes) -> Path:
     from stepscope.store.folder import free_folder
 
-    name = {"module": target.name, "code": "command"}.get(target.kind, Path(target.name).stem)
-    return free_folder(Path("reports"), name or "run")
+    name = {"module": target.name, "code": "command"}.get(target.kind, Path(target.name).stem) or "run"
+    return processes.share_folder(Path("reports"), name) if processes.several else free_folder(Path("reports"), name)
 
 
-def _watched(target: Target, folder: Path, declared: dict[str, Any], *, rank: int, world_size: int, **options: Any) -> Exit:
+def _watched(target: Target, folder: Path, declared: dict[str, Any], processes: Processes, **options: Any) -> Exit:
     """Run the target with everything in place, and write the end of the trace whatever happens."""
-    folder = folder.absolute()  # the script may change the working directory
     from stepscope.watch.launcher import execute
     from stepscope.watch.printed import listen_for_losses
     from stepscope.watching import Watching
 
     meta = {"kind": "run", "script": target.name, "command": [target.name, *target.args]}
+    if processes.several:
+        meta["run_id"] = processes.run_id
+    rank, world_size = processes.rank, processes.world_size
     watching = Watching(out=folder, declare=declared, meta=meta, rank=rank, world_size=world_size, **options)
     watching.start()
     try:
@@ -105,37 +137,9 @@ def _watched(target: Target, folder: Path, declared: dict[str, Any], *, rank: in
     except BaseException:
         watching.stop("failed")
         raise
-    status = "complete" if ended.code == 0 else "interrupted" if isinstance(ended.error, KeyboardInterrupt) else "failed"
+    status = (
+        "complete" if ended.code == 0 else "interrupted" if isinstance(ended.error, KeyboardInterrupt) else "failed"
+    )
     error = f"{type(ended.error).__name__}: {ended.error}" if ended.error is not None else None
     watching.stop(status, exit_code=ended.code, **({"error": error} if error else {}))
     return ended
-
-
-def _judge(
-    folder: Path,
-    config: Config,
-    declared: dict[str, Any],
-    fail_on: str,
-    after: Path | None,
-    select: list[str],
-    ignore: list[str],
-    world_size: int,
-    *,
-    report: bool,
-    quiet: bool,
-) -> int:
-    from stepscope.commands.finish import finish, wait_for_ranks
-
-    if world_size > 1:
-        wait_for_ranks(folder, world_size)
-    return finish(
-        folder,
-        declared=declared,
-        select=select or config.select,
-        ignore=ignore or config.ignore,
-        accepted=config.accept,
-        fail_on=fail_on,
-        after=after,
-        report=report,
-        quiet=quiet,
-    )

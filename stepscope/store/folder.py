@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING
 
 from stepscope.errors import StepscopeError
@@ -13,16 +14,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def prepare_folder(folder: Path, *, force: bool = False, rank: int = 0) -> Path:
+def prepare_folder(folder: Path, *, force: bool = False, rank: int = 0, world_size: int = 1) -> Path:
     """Make `folder` ready for a new trace.
 
     Args:
         folder: where the trace is to be written.
         force: replace a trace that is there. Only files that stepscope writes are removed.
-        rank: with several processes, rank 0 decides whether the folder may be used; the others join.
+        rank: the process. Each looks at what it would overwrite itself, whichever of them comes first; rank 0 also at
+            the files of the whole and at parts of processes that this run does not have.
+        world_size: number of processes.
 
     Raises:
-        StepscopeError: it cannot be written, or it holds something and `force` is not given.
+        StepscopeError: it cannot be written, or it holds a trace and `force` is not given.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -32,16 +35,17 @@ def prepare_folder(folder: Path, *, force: bool = False, rank: int = 0) -> Path:
         ) from error
     if not os.access(folder, os.W_OK):
         raise StepscopeError(f"cannot write to {folder}", hint="choose another folder with --out")
-    if rank == 0 and not force and _ours(folder, None):
+    held = _part(folder, rank) + ([*_whole(folder), *_beyond(folder, world_size)] if rank == 0 else [])
+    if not force and (held or (folder / META).exists()):
         raise StepscopeError(f"{folder} already holds a trace", hint="give --force to replace it, or another --out")
-    for path in _ours(folder, None if rank == 0 else rank):
+    for path in held:
         path.unlink(missing_ok=True)
     return folder
 
 
 def remove_trace(folder: Path) -> None:
     """Remove the files of a trace, and the folders that are empty then."""
-    for path in _ours(folder, None):
+    for path in (*_whole(folder), *_beyond(folder, 0)):
         path.unlink(missing_ok=True)
     for place in (folder / FOLDER, folder):
         if place.is_dir() and not any(place.iterdir()):
@@ -57,9 +61,20 @@ def free_folder(parent: Path, name: str) -> Path:
     return folder
 
 
-def _ours(folder: Path, rank: int | None) -> list[Path]:
-    """Files of a trace in `folder`: those of one process, or of the first process and the whole."""
-    if rank is not None:
-        return [*folder.glob(f"rank{rank}.{META}"), *(folder / FOLDER).glob(f"rank{rank}-*.arrows")]
-    whole = [folder / name for name in (META, FINDINGS, REPORT)]
-    return [p for p in (*whole, folder / f"rank0.{META}", *(folder / FOLDER).glob("rank0-*.arrows")) if p.exists()]
+def _whole(folder: Path) -> list[Path]:
+    """Files that belong to no single process."""
+    return [p for name in (META, FINDINGS, REPORT) if (p := folder / name).exists()]
+
+
+def _part(folder: Path, rank: int) -> list[Path]:
+    """Files of one process."""
+    return [*folder.glob(f"rank{rank}.{META}"), *(folder / FOLDER).glob(f"rank{rank}-*.arrows")]
+
+
+def _beyond(folder: Path, world_size: int) -> list[Path]:
+    """Files of processes with a number that this run does not have: an earlier run had more."""
+    found = [*folder.glob(f"rank*.{META}"), *(folder / FOLDER).glob("rank*-*.arrows")]
+    return [p for p in found if (n := _NUMBER.match(p.name)) is not None and int(n[1]) >= world_size]
+
+
+_NUMBER = re.compile(r"rank(\d+)")

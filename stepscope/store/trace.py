@@ -70,6 +70,8 @@ class Trace:
                     pieces[table].append(piece)
         if ranks:
             meta["ranks"] = {str(r): _read_json(folder / f"rank{r}.meta.json") for r in ranks}
+            missing = len(ranks) < int(meta.get("world_size", len(ranks)))
+            whole &= not missing and all(m.get("status") != "recording" for m in meta["ranks"].values())
         tables = {t: pa.concat_tables(p, promote_options="default") for t, p in pieces.items() if p}
         return cls(tables, meta, path=folder, whole=whole)
 
