@@ -18,12 +18,14 @@ class StateListener(Listener):
     def __init__(self, books: Books) -> None:
         self.books = books
         self._before: list[dict[str, Any]] = []
+        self._ties: list[list[list[str]]] = []
         self._saving = False
 
     def after_optimizer_init(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """An optimizer exists."""
-        if error is None and self.books.watched(args[0]) is not None:
-            self.books.sink(events.Built("optimizer", args[0]))
+        watched = self.books.watched(args[0]) if error is None else None
+        if watched is not None:
+            self.books.sink(events.Built("optimizer", args[0], optimizer=watched))
 
     def after_add_group(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """Constructors add their groups through this too; only what comes later is news."""
@@ -43,23 +45,35 @@ class StateListener(Listener):
     def after_load_optimizer(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """An optimizer's state was replaced."""
         before = self._before.pop()
-        if error is None and self.books.watched(args[0]) is not None:
-            self.books.sink(events.Loaded("optimizer", args[0], before))
+        watched = self.books.watched(args[0]) if error is None else None
+        if watched is not None:
+            self.books.sink(events.Loaded("optimizer", args[0], before, watched))
+
+    def after_optimizer_state_dict(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
+        """An optimizer's state was asked for: most likely it goes into a checkpoint, whoever writes that."""
+        watched = self.books.optimizers.get(id(args[0]))
+        if error is None and watched is not None and watched.optimizer is args[0] and not self._saving:
+            self.books.sink(events.Saved("state_dict", result, watched))
 
     def after_load_scheduler(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """A scheduler's state was replaced."""
         if error is None:
-            self.books.sink(events.Loaded("scheduler", args[0]))
+            self.books.sink(events.Loaded("scheduler", args[0], optimizer=self.books.of_scheduler(args[0])))
 
     def after_load_scaler(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """A scaler's state was replaced."""
         if error is None:
             self.books.sink(events.Loaded("scaler", args[0]))
 
+    def before_load_module(self, args: Any, kwargs: Any) -> None:
+        """A module's parameters are about to be replaced: which names stand for the same one?"""
+        self._ties.append(_ties(args[0]))
+
     def after_load_module(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """A module's parameters were replaced."""
+        ties = self._ties.pop()
         if error is None:
-            self.books.sink(events.Loaded("module", args[0]))
+            self.books.sink(events.Loaded("module", args[0], {"ties": ties}))
 
     def before_save(self, args: Any, kwargs: Any) -> None:
         """Something is about to be written to a checkpoint."""
@@ -72,3 +86,11 @@ class StateListener(Listener):
     def after_save(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """It was written."""
         self._saving = False
+
+
+def _ties(module: Any) -> list[list[str]]:
+    """Names that stand for one parameter, for each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [n for n in names.values() if len(n) > 1]

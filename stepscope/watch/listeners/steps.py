@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stepscope import events
+from stepscope.watch.leaves import cut_off
 from stepscope.watch.ledger import Micro, stamps, tensors
 from stepscope.watch.patches import Listener
 
@@ -16,43 +16,39 @@ if TYPE_CHECKING:
     from stepscope.watch.books import Books
 
 
+_LOOK_UNTIL = 5
+"""Micro-steps during which modules that run without gradients are looked at: is a checkpoint cut off?"""
+
+_MOST_LOOKS = 2000
+"""Modules looked at before each of these micro-steps; a look costs some ten microseconds."""
+
+
 class StepListener(Listener):
     """Hears forwards, backwards and steps."""
 
     def __init__(self, books: Books) -> None:
         self.books = books
-        self._forward = threading.local()
         self._backward_began = 0.0
+        self._looks = _MOST_LOOKS
 
-    def before_forward(self, module: Any) -> None:
-        """A module is called; only the outermost call is timed."""
-        local = self._forward
-        depth = getattr(local, "depth", 0)
-        if depth == 0:
-            local.begin = time.perf_counter()
-        local.depth = depth + 1
-
-    def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """A module's call ended."""
-        local = self._forward
-        local.depth = max(0, getattr(local, "depth", 1) - 1)
-        if local.depth or self.books.backward_depth:
+    def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any, milliseconds: float) -> None:
+        """The outermost call of a module ended; what a backward recomputes (checkpoints) is part of that backward."""
+        if self.books.backward_depth:
             return
         training = torch.is_grad_enabled()
-        elapsed = (time.perf_counter() - local.begin) * 1e3
         if training:
             self.books.pending_calls.append("F")
-        self.books.sink(events.Forward(module, args, kwargs, output, training, elapsed))
+        self.books.sink(events.Forward(module, args, kwargs, output, training, milliseconds))
 
     def before_backward(self, args: Any, kwargs: Any) -> None:
         """``torch.autograd.backward`` begins; one within another (reentrant checkpoints) is part of the outer one."""
         self.books.backward_depth += 1
         if self.books.backward_depth > 1:
             return
-        self._forward.depth = 0
         roots = tensors(args[0] if args else kwargs.get("tensors"))
         given = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
         self.books.micro_steps += 1
+        self._looks = _MOST_LOOKS if self.books.micro_steps < _LOOK_UNTIL else 0
         micro = Micro(self.books.micro_steps)
         micro.calls, self.books.pending_calls = [*self.books.pending_calls, "B"], []
         self.books.micro = micro

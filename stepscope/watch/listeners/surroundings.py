@@ -38,10 +38,15 @@ class SurroundingsListener(Listener):
 
     def after_all_reduce(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """A tensor was summed over ranks by hand."""
-        tensor = args[0] if args else kwargs.get("tensor")
-        numel = int(tensor.numel()) if isinstance(tensor, torch.Tensor) else 0
+        given = dict(zip(("tensor", "op", "group", "async_op"), args, strict=False)) | kwargs
         self.books.everywhere("R")
-        self.books.sink(events.Called("R", "all_reduce", None, {"numel": numel}))
+        if error is None:
+            self.books.sink(events.Called("R", "all_reduce", None, given))
+
+    def after_grad(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
+        """Gradients were computed without being left in ``.grad``: the forward before may have served only this."""
+        create_graph = args[4] if len(args) > 4 else kwargs.get("create_graph", False)
+        self.books.sink(events.Called("", "autograd_grad", None, {"create_graph": bool(create_graph)}))
 
     def after_autocast_enter(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """A region of autocast begins."""
