@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +67,31 @@ def around(name: str) -> Callable[[Original], Original]:
     return make
 
 
+_calling = threading.local()
+
+
+def _outermost(original: Original) -> Original:
+    """A replacement for ``Module.__call__`` that tells ``after_forward`` of calls that are not inside another.
+
+    Torch's own global forward hooks would do, but they slow down every module, and a compiled model warns of them.
+    """
+
+    @functools.wraps(original)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or getattr(_calling, "module", False):
+            return original(self, *args, **kwargs)
+        _calling.module = True
+        begin = time.perf_counter()
+        try:
+            output = original(self, *args, **kwargs)
+        finally:
+            _calling.module = False
+        tell("after_forward", self, args, kwargs, output, (time.perf_counter() - begin) * 1e3)
+        return output
+
+    return replacement
+
+
 @dataclass(frozen=True, slots=True)
 class Patch:
     """One replaced attribute.
@@ -105,7 +132,9 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.optim.optimizer.Optimizer", "__init__", "an optimizer exists", around("optimizer_init")),
     Patch("torch.optim.optimizer.Optimizer", "zero_grad", "place in the order of calls", around("zero_grad")),
     Patch("torch.optim.optimizer.Optimizer", "load_state_dict", "a resume", around("load_optimizer")),
+    Patch("torch.optim.optimizer.Optimizer", "state_dict", "a checkpoint, whoever writes it", around("optimizer_state_dict")),
     Patch("torch.optim.optimizer.Optimizer", "add_param_group", "groups added on the way", around("add_group")),
+    Patch("torch.nn.modules.module.Module", "__call__", "forwards: what they are given and return", _outermost),
     Patch("torch.nn.modules.module.Module", "zero_grad", "place in the order of calls", around("zero_grad")),
     Patch("torch.nn.modules.module.Module", "load_state_dict", "a resume", around("load_module")),
     Patch("torch.optim.swa_utils.AveragedModel", "update_parameters", "an average of weights moves", around("average")),
@@ -201,8 +230,6 @@ def _install() -> None:
     handles = [
         register_optimizer_step_pre_hook(lambda o, a, k: tell("before_step", o, a, k)),
         register_optimizer_step_post_hook(lambda o, a, k: tell("after_step", o, a, k)),
-        torch.nn.modules.module.register_module_forward_pre_hook(_before_forward),
-        torch.nn.modules.module.register_module_forward_hook(_after_forward, with_kwargs=True, always_call=True),
     ]
     _undo.extend(handle.remove for handle in handles)
 
@@ -267,13 +294,3 @@ def patch_late_scheduler(cls: type) -> None:
     for base in cls.__mro__:
         if base is not object and issubclass(base, LRScheduler):
             _patch_schedulers(base)
-
-
-def _before_forward(module: Any, args: Any) -> None:
-    if not torch.compiler.is_compiling():
-        tell("before_forward", module)
-
-
-def _after_forward(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-    if not torch.compiler.is_compiling():
-        tell("after_forward", module, args, kwargs, output)
