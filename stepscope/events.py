@@ -179,28 +179,40 @@ class SchedulerStep:
 
 @dataclass(slots=True)
 class Built:
-    """An optimizer, scheduler, scaler or wrapper came into being. `lr_before` is given for schedulers."""
+    """An optimizer, scheduler, scaler or wrapper came into being. `lr_before` is given for schedulers.
+
+    `optimizer` is the book of the optimizer that it is or belongs to, None where none is watched.
+    """
 
     what: str
     instance: Any
     lr_before: list[Any] = field(default_factory=list)
+    optimizer: WatchedOptimizer | None = None
 
 
 @dataclass(slots=True)
 class Loaded:
-    """``load_state_dict`` ran on an optimizer, scheduler, scaler or module; `before` is what it held."""
+    """``load_state_dict`` ran on an optimizer, scheduler, scaler or module; `before` is what it held.
+
+    `optimizer` is the book of the optimizer that it is or belongs to, None where none is watched.
+    """
 
     what: str
     instance: Any
     before: dict[str, Any] = field(default_factory=dict)
+    optimizer: WatchedOptimizer | None = None
 
 
 @dataclass(slots=True)
 class Saved:
-    """``torch.save`` wrote something."""
+    """A checkpoint is being made: ``torch.save`` writes something, or an optimizer's ``state_dict`` is asked for.
+
+    `optimizer` is given for the latter, where it is not known whether and where the state will be written.
+    """
 
     where: str
     content: Any
+    optimizer: WatchedOptimizer | None = None
 
 
 @dataclass(slots=True)

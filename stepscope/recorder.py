@@ -136,6 +136,7 @@ class Recorder:
         """Stop watching, write what is left, and close the journal."""
         if not self._recording:
             return
+        self._tell_each("on_end", [status])
         self.watcher.stop()
         self._recording = False
         self._flush(wait=True)

@@ -18,7 +18,23 @@ MOST_GROUPS = 8
 def lr_column(group: int) -> Column:
     """Declaration of the column for a group, counted from 1."""
     name = group_column("lr", group)
-    return Column(name, "float64", "1", f"learning rate of parameter group {group} when the step used it; on rows without a step, at backward", "the optimizer has no such group")
+    return Column(
+        name,
+        "float64",
+        "1",
+        f"learning rate of parameter group {group} when the step used it; on rows without a step, at backward",
+        "the optimizer has no such group",
+    )
+
+
+def held(value: Any) -> Any:
+    """A value that may be a tensor, as it is now: tensors are copied, not read."""
+    return value.detach().clone() if hasattr(value, "detach") else value
+
+
+def rates(optimizer: Any) -> list[Any]:
+    """The learning rate of each parameter group as it is now; empty for what has no groups."""
+    return [held(g.get("lr")) for g in getattr(optimizer, "param_groups", [])]
 
 
 class LearningRate(Probe):
@@ -45,9 +61,8 @@ class LearningRate(Probe):
 
     def _read(self, watched: WatchedOptimizer, row: Row) -> None:
         for number, group in enumerate(watched.groups[:MOST_GROUPS], start=1):
-            rate = group.get("lr")
-            held = rate.detach().clone().reshape(()) if hasattr(rate, "detach") else rate
-            row.cells[group_column("lr", number)] = held
+            rate = held(group.get("lr"))
+            row.cells[group_column("lr", number)] = rate.reshape(()) if hasattr(rate, "reshape") else rate
 
     def resolve(self, row: Row, cells: dict[str, Any]) -> None:
         """Rates given as integers count too."""

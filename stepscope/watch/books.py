@@ -72,6 +72,12 @@ class Books:
         self._seen += 1
         return book
 
+    def of_scheduler(self, scheduler: Any) -> WatchedOptimizer | None:
+        """The book of the optimizer that a scheduler writes to, None where that one is not watched."""
+        owner = getattr(scheduler, "optimizer", None)
+        book = self.optimizers.get(id(owner))
+        return book if book is not None and book.optimizer is owner else None
+
     def alive(self) -> list[WatchedOptimizer]:
         """The optimizers that still exist."""
         return [w for w in self.optimizers.values() if w.optimizer is not None]
