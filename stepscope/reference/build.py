@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import textwrap
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -164,7 +165,7 @@ def resolve_device(name: str) -> torch.device:
     try:
         torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = textwrap.shorten(str(error) or type(error).__name__, 100)
         raise StepscopeError(f"--device {name} cannot be used: {reason}", hint="use --device cpu") from error
     return device
 

@@ -189,16 +189,17 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor:
         output = model(batch)
     if isinstance(output, Tensor):
         return output
-    named = (
-        output if isinstance(output, Mapping) else {name: getattr(output, name, None) for name in ("loss", "aux_loss")}
-    )
-    loss, aux_loss = named.get("loss"), named.get("aux_loss")
+    loss, aux_loss = _member(output, "loss"), _member(output, "aux_loss")
     if loss is None:
         raise StepscopeError(
             f"the model returned a {type(output).__name__} without a loss", hint="return a loss_fn too"
         )
     total: Tensor = loss if aux_loss is None else loss + aux_loss
     return total
+
+
+def _member(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 def checked(loss_fn: LossFunction) -> LossFunction:
