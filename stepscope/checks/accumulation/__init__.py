@@ -14,7 +14,7 @@ that it did use. Where the large batch is no such sum, something couples the row
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepscope.checks.accumulation import diagnosis
 from stepscope.checks.accumulation.exact import Evidence, measure
@@ -23,9 +23,12 @@ from stepscope.checks.accumulation.weights import relative
 from stepscope.checks.accumulation.working import WorkingResult, run_working
 from stepscope.checks.batches import batch_size
 from stepscope.checks.experiment import Experiment
+from stepscope.checks.findings import finding, outcome
 from stepscope.checks.passes import Laboratory
 from stepscope.checks.precision import FLOAT64, working_precisions
-from stepscope.rules.outcome import Finding, Outcome, failed, passed
+
+if TYPE_CHECKING:
+    from stepscope.rules.outcome import Finding, Outcome
 
 __all__ = ["CODE", "NAME", "Experiment", "Normalisation", "Settings", "check_accumulation"]
 
@@ -55,9 +58,7 @@ def check_accumulation(experiment: Experiment, settings: Settings | None = None)
     working = [run_working(experiment, settings, p, evidence) for p in working_precisions(settings.dtypes)]
     findings += [f for result in working for f in _working_findings(result, evidence, settings)]
     details = _details(laboratory, evidence, settings, working, findings)
-    if findings:
-        return failed(CODE, NAME, *findings, reason=details["summary"], **details)
-    return passed(CODE, NAME, details["summary"], **details)
+    return outcome(CODE, NAME, findings, **details)
 
 
 def _float64_findings(laboratory: Laboratory, evidence: Evidence, settings: Settings) -> list[Finding]:
@@ -75,7 +76,7 @@ def _float64_findings(laboratory: Laboratory, evidence: Evidence, settings: Sett
 
 
 def _dropout_finding(evidence: Evidence) -> Finding:
-    return diagnosis.finding(
+    return finding(
         "accum-dropout",
         f"with dropout on the gradients differ by {evidence.difference:.3g}, with dropout off they agree: "
         "micro-batches draw other masks than the large batch. This is no fault.",
@@ -97,7 +98,7 @@ def _working_findings(result: WorkingResult, evidence: Evidence, settings: Setti
             return named
     lost = f"; {100 * result.vanished:.3g} % of its elements became zero" if result.vanished else ""
     return [
-        diagnosis.finding(
+        finding(
             "accum-precision",
             f"{where}the window differs from the right gradient by {result.difference:.3g}, more than rounding "
             f"explains (at most {result.bound.value:.3g}){lost}",
@@ -125,7 +126,6 @@ def _details(
         "dtypes": [_float64_row(evidence), *(_row(result) for result in working)],
         "weights": diagnosis.weight_table(evidence, evidence.used),
         "after_step": after_step(laboratory, evidence),
-        "findings": len(findings),
     }
 
 

@@ -10,43 +10,19 @@ import torch
 
 from stepscope.checks.accumulation import coupling
 from stepscope.checks.batches import batch_size
+from stepscope.checks.findings import finding
 from stepscope.checks.passes import WHOLE, Laboratory
-from stepscope.rules.outcome import Finding, Severity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stepscope.checks.accumulation.exact import Evidence, Key
     from stepscope.checks.accumulation.settings import Settings
+    from stepscope.rules.outcome import Finding
 
 NAMING_TOLERANCE = 1e-6
 """Relative distance at which two weights count as the same for naming a fault. No verdict hangs on it: a fault is
 established by the bound before it is named."""
-
-CODES: dict[str, tuple[str, Severity]] = {
-    "accum-missing-divide": ("CHK101", "error"),
-    "accum-double-divide": ("CHK102", "error"),
-    "accum-tail-misweighted": ("CHK103", "error"),
-    "accum-token-mean": ("CHK104", "error"),
-    "accum-zero-grad-inside": ("CHK105", "error"),
-    "accum-tail-dropped": ("CHK106", "error"),
-    "aux-loss-scaling": ("CHK107", "error"),
-    "accum-denominator-wrong": ("CHK108", "error"),
-    "accum-still-scaled": ("CHK109", "error"),
-    "accum-unequal-weights": ("CHK110", "error"),
-    "accum-no-gradient": ("CHK111", "error"),
-    "accum-other-gradient": ("CHK112", "error"),
-    "accum-batch-coupled": ("CHK113", "notice"),
-    "accum-dropout": ("CHK114", "notice"),
-    "accum-precision": ("CHK115", "error"),
-}
-"""Finding name -> code and severity."""
-
-
-def finding(name: str, message: str, **evidence: Any) -> Finding:
-    """A finding of this check, with its code and severity."""
-    code, severity = CODES[name]
-    return Finding(code, name, severity, message, evidence=evidence)
 
 
 @dataclass(frozen=True)
