@@ -1,0 +1,27 @@
+"""Fixtures for every test: nothing of ours may be left behind, and the size of a terminal is fixed."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+os.environ.setdefault("COLUMNS", "100")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """After every test no patch, hook or listener of ours is in place."""
+    yield
+    patches = sys.modules.get("stepscope.watch.patches")
+    if patches is not None:
+        import torch
+
+        hooks = sys.modules["torch.optim.optimizer"]
+
+        assert not patches.installed(), "a test left the patches installed"
+        assert not torch.nn.modules.module._global_forward_hooks
+        assert not torch.nn.modules.module._global_forward_pre_hooks
+        assert not hooks._global_optimizer_pre_hooks
+        assert not hooks._global_optimizer_post_hooks
