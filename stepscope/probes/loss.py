@@ -60,7 +60,8 @@ class Loss(Probe):
 
     def on_scale_loss(self, event: events.ScaleLoss) -> None:
         """Remember which loss carries which scale."""
-        self._graph.scaled(event.outputs, event.scale)
+        if event.scale is not None:
+            self._graph.scaled(event.outputs, event.scale)
 
     def on_backward_begin(self, event: events.BackwardBegin) -> None:
         """Find the terms and keep the value that backward is called on."""
@@ -167,10 +168,10 @@ def _main(terms: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The term that stands for the loss; None where several are equally good and weigh differently."""
     for kind in ("targets", "composite", "returned", "reduction"):
         chosen = [t for t in terms if t["kind"] == kind]
-        if chosen and all(math.isclose(t["weight"], chosen[0]["weight"], rel_tol=1e-5) for t in chosen):
-            if len(chosen) > 1:
-                return {**chosen[0], "alone": False, "count": None, "value": None}
+        if len(chosen) == 1:
             return chosen[0]
+        if chosen and all(math.isclose(t["weight"], chosen[0]["weight"], rel_tol=1e-5) for t in chosen):
+            return {**chosen[0], "alone": False, "count": None, "value": None}
         if chosen:
             return None
     return None

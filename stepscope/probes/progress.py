@@ -47,6 +47,7 @@ class Progress(Probe):
         Column("tail", "bool", "", "the window is shorter than the declared or usual K", "not the window's last row"),
         Column("calls", "string", "", "calls up to the next micro-step, a letter each: " + ", ".join(f"{k} {v}" for k, v in CALLS.items())),
         Column("closure", "bool", "", "the step evaluated a closure", "not the window's last row"),
+        Column("before_closure", "int64", "micro-steps", "micro-steps of the window that ran before a step with a closure, outside of it", "the step evaluated no closure"),
         Column("step_in_backward", "bool", "", "the step ran inside backward", "not the window's last row"),
         Column("attempted_at", "int64", "micro-steps", "backward passes begun when the step was attempted, other optimizers' too", "not the window's last row"),
         Column("params_moved", "bool", "", "parameters were written to between this optimizer's backward before and this one; writes through .data leave no trace", "the first micro-step"),
@@ -62,6 +63,7 @@ class Progress(Probe):
         self._versions: dict[int, int] = {}
         self._now: dict[int, int] = {}
         self._begun = 0
+        self._begin: dict[int, tuple[bool, bool, int]] = {}
 
     def on_called(self, event: events.Called) -> None:
         """Follow the DataLoaders: a batch belongs to the epoch in which its iterator was started."""
@@ -93,10 +95,17 @@ class Progress(Probe):
                 self._versions[key] = self._now[key]
 
     def on_step_begin(self, event: events.StepBegin) -> None:
-        """Note how the step is called."""
+        """Note how the step is called, and how much of the window came before it."""
+        done = event.row.window_step if event.row is not None else 0
+        self._begin[event.optimizer.index] = (event.closure, event.in_backward, done)
+
+    def on_step_end(self, event: events.StepEnd) -> None:
+        """The window's last row is known now: a closure runs its backward passes inside the step."""
         if event.row is not None:
-            event.row.cells["closure"] = event.closure
-            event.row.cells["step_in_backward"] = event.in_backward
+            closure, in_backward, done = self._begin[event.optimizer.index]
+            event.row.cells["closure"] = closure
+            event.row.cells["step_in_backward"] = in_backward
+            event.row.cells["before_closure"] = done if closure else None
 
     def on_attempt(self, event: events.Attempt) -> None:
         """An attempt without a backward has no row of its own: it becomes an event."""
