@@ -81,18 +81,27 @@ def comparison_model(runs: Mapping[str, Trace], **options: Any) -> ComparisonMod
         names=tuple(names),
         same=not steps,
         heading=_heading(pairs),
-        line=" ".join(p.sentence for p in pairs[:1]) if steps else f"{counted(len(traces), 'run')} compared.",
+        line=_line(pairs),
         pairs=pairs,
         charts=tuple(_charts(names, [Rows(t) for t in traces], shifts, steps, _parted(found))),
     )
 
 
+def _nearest(pairs: Sequence[PairView]) -> PairView:
+    """The pair that parts first; the first one where none does."""
+    return min(pairs, key=lambda p: float("inf") if p.step is None else p.step)
+
+
 def _heading(pairs: Sequence[PairView]) -> str:
-    parted = [p for p in pairs if p.step is not None]
-    if not parted:
+    pair = _nearest(pairs)
+    if pair.step is None:
         return "No difference"
-    nearest = min(parted, key=lambda p: p.step or 0)
-    return f"They part at micro-step {grouped(nearest.step or 0)}, first in {nearest.comparison.partings[0].column}"
+    return f"They part at micro-step {grouped(pair.step)}, first in {pair.comparison.partings[0].column}"
+
+
+def _line(pairs: Sequence[PairView]) -> str:
+    pair = _nearest(pairs)
+    return pair.sentence if len(pairs) == 1 else f"{pair.names[0]} and {pair.names[1]}: {pair.sentence}"
 
 
 def _pair(names: tuple[str, str], found: Comparison) -> PairView:
@@ -156,8 +165,11 @@ def _partings(names: tuple[str, str], partings: Sequence[Parting]) -> Table:
 
 def _before(names: tuple[str, str], rows: Iterable[Mapping[str, Any]]) -> Table:
     keys = {"first": names[0], "other": names[1]}
-    shown = [{keys.get(k, k): v for k, v in row.items() if k != "same"} for row in rows]
-    return table_of([{k: _value(v) if k in names else flat(v) for k, v in row.items()} for row in shown])
+    signs = {"same": {True: "=", False: "≠"}}
+    shown = [{keys.get(k, k): signs[k][v] if k in signs else v for k, v in row.items()} for row in rows]
+    return table_of(
+        [{"" if k == "same" else k: _value(v) if k in names else flat(v) for k, v in row.items()} for row in shown]
+    )
 
 
 def _parted(found: Iterable[Comparison]) -> set[str]:

@@ -18,6 +18,7 @@ from stepscope.render import figures, heatmap, svg
 from stepscope.render.chart import Chart
 from stepscope.render.palette import DARK, LIGHT, MARK_SYMBOLS, MARK_TOKENS, css_variables, series_token
 from stepscope.render.parameters import CELLS
+from stepscope.render.words import clean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -82,11 +83,17 @@ def _environment() -> Environment:
         loader=PackageLoader("stepscope.render"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_visible,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     made.filters |= {"picture": _picture, "prose": prose, "legend": _legend, "slug": slug}
     return made
+
+
+def _visible(value: Any) -> Any:
+    """What a template writes: text with control characters spelled out, also where a view forgot to."""
+    return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _css() -> str:

@@ -10,6 +10,9 @@ import numpy as np
 from stepscope.render.words import grouped, number
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from stepscope.render.chart import Floats, Ints
     from stepscope.render.rows import Points, Rows, Track
 
 EQUAL = ("lr", "loss_scale_before", "step_skipped", "applied_steps", "grad_norm", "grad_norm_clipped", "param_norm")
@@ -77,12 +80,11 @@ def _parting(rows: Rows, column: str, odd: dict[int, list[str]]) -> str:
     steps, table = _aligned(list(by_rank.values()))
     if not len(steps):
         return ""
-    middle = np.nanmedian(np.where(np.isfinite(table), table, np.nan), axis=0) if np.isfinite(table).any() else table[0]
-    apart = ~np.isclose(table, table[0], rtol=TOLERANCE, atol=0.0, equal_nan=True).all(axis=0)
+    apart = ~_equal(table, table[0]).all(axis=0)
     if not apart.any():
         return ""
     for rank, values in zip(by_rank, table, strict=True):
-        if not np.isclose(values, middle, rtol=TOLERANCE, atol=0.0, equal_nan=True).all():
+        if not _equal(values, _usual(table)).all():
             odd[rank].append(column)
     at = int(np.flatnonzero(apart)[0])
     each = zip(by_rank, table[:, at].tolist(), strict=True)
@@ -94,7 +96,16 @@ def _parting(rows: Rows, column: str, odd: dict[int, list[str]]) -> str:
     )
 
 
-def _aligned(each: list[Points]) -> tuple[np.ndarray, np.ndarray]:
+def _usual(table: Floats) -> Floats:
+    """The middle value of the processes at each step; NaN for two, of which neither is the usual one."""
+    return np.sort(table, axis=0)[(len(table) - 1) // 2] if len(table) > 2 else np.full(table.shape[1], np.nan)
+
+
+def _equal(a: Floats, b: Floats) -> npt.NDArray[np.bool_]:
+    return np.isclose(a, b, rtol=TOLERANCE, atol=0.0, equal_nan=True)
+
+
+def _aligned(each: list[Points]) -> tuple[Ints, Floats]:
     """Steps that every process has, and the values there, shape ``(processes, steps)``."""
     steps = each[0].x
     for points in each[1:]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from stepscope.render.words import number
+from stepscope.render.words import number, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -95,7 +95,7 @@ def window_pairs(rows: Rows, found: Sequence[Finding]) -> tuple[WindowPair, ...]
         seen.add(place)
         faulty = _window(rows, bounds, place, "window of the finding")
         beside = _window(rows, bounds, good, "a window without findings") if good is not None else _textbook(faulty)
-        pairs.append(WindowPair(f"{finding.code} {finding.name}", *_compared(faulty, beside)))
+        pairs.append(WindowPair(one_line(f"{finding.code} {finding.name}"), *_compared(faulty, beside)))
     if not pairs and good is not None:
         pairs = [WindowPair("", None, _window(rows, bounds, good, "a window of this run"))]
     return tuple(pairs[:MOST_PAIRS])
@@ -145,7 +145,7 @@ def _calls(rows: Rows, track: Track, first: int, last: int) -> Iterable[Call]:
     steps = rows.micro_step[track.index]
     for place in track.index[np.searchsorted(steps, first) : np.searchsorted(steps, last, side="right")].tolist():
         for letter in rows.text("calls", place):
-            label, kind = CALLS.get(letter, (letter, "other"))
+            label, kind = CALLS.get(letter, (one_line(letter), "other"))
             yield Call(kind, label, _note(rows, letter, place))
 
 

@@ -83,7 +83,7 @@ class Run:
         return self.windows * self.K + self.tail
 
 
-def make(run: Run = Run(), **changes) -> Trace:  # noqa: B008 (frozen)
+def make(run: Run = Run(), **changes) -> Trace:
     """The trace of a run."""
     run = replace(run, **changes)
     tracks = [(r, o) for r in range(run.ranks) for o in run.optimizers]
@@ -224,7 +224,7 @@ def _meta(run: Run) -> dict:
     } | run.meta
 
 
-def outcomes(run: Run = Run(), **evidence):  # noqa: B008 (frozen)
+def outcomes(run: Run = Run(), **evidence):
     """Two findings, two passed rules and a skipped one."""
     K = run.K
     weight = Finding(

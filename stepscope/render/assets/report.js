@@ -92,7 +92,18 @@
     figure.querySelector(".unit").append(" ", button);
   };
 
-  const drawAll = () => Object.keys(charts).reduce((before, anchor) => before.then(() => draw(anchor)), Promise.resolve());
+  // Charts are drawn one after the other when they come near the window; until then their picture stands there.
+  let queue = Promise.resolve();
+  const drawNearby = () => {
+    const observer = new IntersectionObserver((entries) => entries.filter((e) => e.isIntersecting).forEach((entry) => {
+      observer.unobserve(entry.target);
+      queue = queue.then(() => draw(entry.target.id));
+    }), { rootMargin: "600px 0px" });
+    Object.keys(charts).forEach((anchor) => {
+      byId(anchor).querySelector(".plot").style.minHeight = `${charts[anchor].layout.height}px`;
+      observer.observe(byId(anchor));
+    });
+  };
 
   // ---- places ------------------------------------------------------------------------------------------------------
   const go = () => {
@@ -186,7 +197,8 @@
   byId("help-open").addEventListener("click", keys["?"]);
   system.addEventListener("change", redraw);
   addEventListener("hashchange", go);
-  all("details").forEach((part) => part.addEventListener("toggle", () => all(".live .js-plotly-plot, .live.js-plotly-plot", part).forEach((live) => Plotly.Plots.resize(live))));
   if (typeof Plotly === "undefined") root.dataset.charts = "static";
-  else drawAll().then(() => { root.dataset.charts = "live"; go(); });
+  else drawNearby();
+  go();
+  if (!root.dataset.charts) root.dataset.charts = "live";
 })();
