@@ -198,8 +198,8 @@ def _settings(scheduler: Any) -> dict[str, Any]:
         for k, v in vars(scheduler).items()
         if k in ("base_lrs", "max_lrs", "_milestones") and isinstance(v, list)
     }
-    milestones = getattr(scheduler, "milestones", None)
-    return plain | lists | ({"milestones": sorted(milestones.elements())} if hasattr(milestones, "elements") else {})
+    elements = getattr(getattr(scheduler, "milestones", None), "elements", None)
+    return plain | lists | ({"milestones": sorted(elements())} if elements is not None else {})
 
 
 def _shared(scheduler: Any, book: WatchedOptimizer) -> int:

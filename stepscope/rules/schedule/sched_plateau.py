@@ -1,0 +1,157 @@
+"""ReduceLROnPlateau lowered the rate while its metric improved, or the ranks told it different things.
+
+What it does
+------------
+Follows the metrics given to ReduceLROnPlateau: in which direction they go, and whether the rate was lowered at a call
+that was the best so far in that direction. Compares the metrics of the ranks. Where the metric comes with every step it
+asks whether the loss was still falling.
+
+Why it matters
+--------------
+With ``mode="max"`` on a loss every improvement counts as a failure, and the rate is driven to nothing while training
+goes well. A noisy metric of one batch does the same. Ranks that see different metrics end at different rates.
+
+What the evidence looks like
+----------------------------
+Events ``plateau_step``: the rate falls at calls whose metric is the lowest so far, and ``mode`` is ``max``.
+
+Fix
+---
+``mode="min"`` for a loss, ``"max"`` for a score; step once per validation, with the metric averaged over all ranks.
+
+Known false alarms
+------------------
+A score that really falls from the first evaluation on.
+
+References
+----------
+FunctionLab/selene#115, rmchurch/disruptcnn#3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from stepscope.rules.base import Rule
+from stepscope.rules.outcome import Finding
+from stepscope.rules.view import Array, Rows, View, finding
+
+
+def judge(view: View) -> Iterator[Finding]:
+    """Reductions that contradict the metric."""
+    told: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    for event in view.events("plateau_step"):
+        if event["optimizer"] is not None:
+            told.setdefault(event["optimizer"], {}).setdefault(event["rank"], []).append(event)
+    view.need(told, "no ReduceLROnPlateau was stepped")
+    for rows in view.stepping:
+        calls = told.get(rows.optimizer or "", {}).get(rows.rank, [])
+        if len(calls) >= 3:
+            found = _wrong_way(rows, calls) or _per_batch(rows, calls)
+            if found is not None:
+                yield found
+    for label, ranks in told.items():
+        yield from _ranks_differ(label, ranks)
+
+
+def _metrics(calls: list[dict[str, Any]]) -> Array:
+    return np.array([float(c["detail"]["metric"]) for c in calls])
+
+
+def _lowered(calls: list[dict[str, Any]]) -> Array:
+    return np.array([_sum(c["detail"]["lr_after"]) < _sum(c["detail"]["lr_before"]) * (1 - 1e-9) for c in calls])
+
+
+def _sum(rates: list[Any]) -> float:
+    return float(sum(r for r in rates if isinstance(r, int | float)))
+
+
+def _wrong_way(rows: Rows, calls: list[dict[str, Any]]) -> Finding | None:
+    """The metric goes one way from the first call on, the mode wants the other, and the rate was lowered at a new best."""
+    metric, lowered = _metrics(calls), _lowered(calls)
+    mode = calls[-1]["detail"]["mode"]
+    progress = -metric if mode == "max" else metric  # grows where the metric gets worse by the mode
+    record = progress >= np.maximum.accumulate(progress)
+    moves = np.diff(progress)
+    bounded = mode == "max" or bool((metric >= 0).all() and (metric <= 100).all())
+    steady = (moves > 0).mean() >= 0.7 and progress[0] == progress.min() and progress[-1] > progress[0]
+    wrong = lowered & record
+    if not wrong.any() or not steady or not bounded:
+        return None
+    at = [int(c["micro_step"]) for c, w in zip(calls, wrong, strict=True) if w]
+    first, last = calls[0]["detail"]["lr_before"][0], calls[-1]["detail"]["lr_after"][0]
+    right = "min" if mode == "max" else "max"
+    return finding(
+        RULE.code,
+        RULE.name,
+        "warning",
+        f"ReduceLROnPlateau in mode {mode} lowered the rate {int(lowered.sum())} times, from {first:.3g} to {last:.3g}, "
+        f"{int(wrong.sum())} times at the {'lowest' if mode == 'max' else 'highest'} metric so far, while the metric went from "
+        f"{metric[0]:.4g} to {metric[-1]:.4g}: if that is better, the mode should be {right}",
+        rows,
+        np.isin(rows["micro_step"], at),
+        observed=mode,
+        expected=right,
+        columns=["lr", "metric"],
+    )
+
+
+def _per_batch(rows: Rows, calls: list[dict[str, Any]]) -> Finding | None:
+    """The metric of every single step, and a rate that was lowered while the loss still fell on average."""
+    metric, lowered = _metrics(calls), _lowered(calls)
+    if not _several_per_epoch(rows):
+        return None
+    if len(calls) < 12 or len(calls) < 0.8 * len(rows.ends) or not lowered.any():
+        return None
+    third = len(metric) // 3
+    better, worse = metric[-third:].mean(), metric[:third].mean()
+    falling = calls[-1]["detail"]["mode"] == "min" and better < worse - np.std(metric[-third:]) / np.sqrt(third)
+    if not falling:
+        return None
+    first, last = calls[0]["detail"]["lr_before"][0], calls[-1]["detail"]["lr_after"][0]
+    return finding(
+        RULE.code,
+        RULE.name,
+        "warning",
+        f"ReduceLROnPlateau was given a metric at each of {len(calls)} steps and lowered the rate {int(lowered.sum())} times, from "
+        f"{first:.3g} to {last:.3g}, while its mean still fell from {worse:.4g} to {better:.4g}: the noise of single batches "
+        "counts as a plateau; give it a validation metric once per epoch",
+        rows,
+        rows.ends,
+        observed=len(calls),
+        columns=["lr", "metric"],
+    )
+
+
+def _several_per_epoch(rows: Rows) -> bool:
+    """Whether an epoch has more than one step; where epochs were not seen, it is taken to."""
+    epochs = rows.windows("epoch")
+    seen = epochs[~np.isnan(epochs)]
+    return not len(seen) or int(np.unique(seen, return_counts=True)[1].max()) > 1
+
+
+def _ranks_differ(label: str, ranks: dict[int, list[dict[str, Any]]]) -> Iterator[Finding]:
+    if len(ranks) < 2:
+        return
+    shortest = min(len(c) for c in ranks.values())
+    table = np.stack([_metrics(c[:shortest]) for _, c in sorted(ranks.items())])
+    apart = ~np.isclose(table, table[0], rtol=1e-6, equal_nan=True).all(axis=0)
+    if not apart.any():
+        return
+    at = int(np.flatnonzero(apart)[0])
+    seen = ", ".join(f"{v:.4g}" for v in table[:, at])
+    yield finding(
+        RULE.code,
+        RULE.name,
+        "warning",
+        f"the ranks gave ReduceLROnPlateau of {label} different metrics in {int(apart.sum())} of {shortest} calls (at call {at + 1}: "
+        f"{seen}): their rates drift apart; average the metric over the ranks first",
+        observed=[float(v) for v in table[:, at]],
+        columns=["lr", "metric"],
+    )
+
+
+RULE = Rule("SCH509", "sched-plateau", "warning", judge)
