@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from stepscope.probes.base import Probe
+from stepscope.probes.base import Context, Probe
 from stepscope.schema import Column
 
 if TYPE_CHECKING:
@@ -13,73 +13,153 @@ if TYPE_CHECKING:
     from stepscope.watch.ledger import Row, WatchedOptimizer
 
 _NONE = "no clip was seen"
+_LAST = "no clip was seen, or not the window's last row"
+_MOST_EVENTS = 100
+"""Clips without effect that are told one by one; the columns count them all."""
 
 
 class Clip(Probe):
-    """Sees torch's own clips whatever name they were imported by; a hand-written one shows only in the norms."""
+    """Sees torch's own clips whatever name they were imported by; a hand-written one shows only in the norms.
+
+    What a row says of a clip is said of those before the step; one that came after it counts in `clip_late`.
+    """
 
     name = "clip"
     columns = (
         Column("clip_max_norm", "float64", "1", "limit given to the clip of the gradient's norm", _NONE),
         Column("clip_norm", "float64", "1", "norm that the clip found, as it stood: scaled if the gradients were", _NONE),
         Column("clip_coef", "float64", "1", "factor that the clip applied: min(1, limit / (norm + 1e-6))", _NONE),
-        Column("clip_bound", "bool", "", "the norm was above the limit", _NONE),
+        Column("clip_bound", "bool", "", "the norm was above the limit, in any clip of this row", _NONE),
+        Column("clip_nonfinite", "bool", "", "a clip of this row found a norm that is NaN or infinite", _NONE),
         Column("clip_value", "float64", "1", "limit given to a clip of each element", "no clip by value was seen"),
         Column("clip_calls", "int64", "calls", "clip calls on this optimizer's gradients between this backward and the next"),
+        Column("clip_late", "int64", "calls", "those of clip_calls that came after the step that used the gradients"),
         Column("clip_scaled", "bool", "", "the gradients still carried the loss scale when they were clipped", _NONE),
-        Column("clip_after_step", "bool", "", "the clip came after the step that used the gradients", _NONE),
-        Column("clip_covered", "float64", "1", "share of the optimizer's gradient tensors that the clips of this row were given", _NONE),
+        Column("clip_after_step", "bool", "", "a clip came after the step that used the gradients", _NONE),
+        Column("clip_covered", "float64", "1", "share of the optimizer's gradient tensors that the clips of this row were given", _LAST),
         Column("clip_overlap", "bool", "", "two clips of this row were given the same tensor", _NONE),
+        Column("clip_empty", "int64", "calls", "clip calls that were given no tensor at all while this optimizer's gradients waited"),
+        Column("clip_elsewhere", "int64", "calls", "clip calls that were given other tensors, none of which awaited a step, while this optimizer's gradients waited"),
+        Column("scaled_norm_taken", "float64", "1", "norm that the script took (get_total_norm) of gradients which still carried the loss scale", "it took none of such"),
+        Column("cleared_norm", "float64", "1", "L2 norm of the used gradients when they were cleared, where a script had written to them after the step", "nothing was written to them"),
     )  # fmt: skip
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._watched: list[WatchedOptimizer] = []
+        self._told = 0
+
+    def on_watched(self, watched: WatchedOptimizer) -> None:
+        """Told by the recorder when an optimizer is seen for the first time."""
+        self._watched.append(watched)
 
     def on_backward_end(self, event: events.BackwardEnd) -> None:
         """Start counting."""
         for row in event.rows:
-            row.cells.setdefault("clip_calls", 0)
+            for column in ("clip_calls", "clip_late", "clip_empty", "clip_elsewhere"):
+                row.cells.setdefault(column, 0)
 
     def on_clip_begin(self, event: events.ClipBegin) -> None:
         """Note the call and what it is given."""
         row, call = event.row, event.call
         if row is None:
             return
+        if row.attempted:
+            self._late(row, call)
+            return
         row.count("clip_calls")
         cells = row.cells
-        cells["clip_after_step"] = row.attempted or bool(cells.get("clip_after_step"))
-        scaled = bool(row.micro.cells.get("_scaled")) and "unscale_divisor" not in cells and not row.attempted
-        cells["clip_scaled"] = scaled or bool(cells.get("clip_scaled"))
+        cells["clip_scaled"] = _scaled(row) or bool(cells.get("clip_scaled"))
         given = {id(g) for g in call.gradients}
         before = cells.setdefault("_clipped", set())
         cells["clip_overlap"] = bool(before & given) or bool(cells.get("clip_overlap"))
         before |= given
-        own = {id(p.grad) for p in event.optimizer.params if p.grad is not None}
-        cells["clip_covered"] = len(own & before) / len(own) if own else 0.0
         if call.kind == "value":
             cells["clip_value"] = call.max_norm
             return
         cells["clip_max_norm"] = call.max_norm
         if call.total_norm is not None:
             norm = call.total_norm
-            cells["clip_norm"] = norm.detach().clone().reshape(()) if hasattr(norm, "detach") else float(norm)
-        self._note_foreign(event.optimizer, call, given, own)
+            held = norm.detach().clone().reshape(()) if hasattr(norm, "detach") else float(norm)
+            cells.setdefault("_clip_norms", []).append((held, call.max_norm))
 
-    def _note_foreign(self, watched: WatchedOptimizer, call: events.ClipCall, given: set[int], own: set[int]) -> None:
-        foreign = len(given - own)
-        if foreign and foreign < len(given):
-            self.context.meta.setdefault("clip_foreign", {})[watched.label] = foreign
+    def _late(self, row: Row, call: events.ClipCall) -> None:
+        """A clip of gradients that a step has used: too late, or meant for other gradients that wait."""
+        touched = {id(p) for p in call.parameters}
+        waiting = [w for w in self._waiting() if w.window[-1].micro.number > row.micro.number]
+        if any(not touched.isdisjoint(map(id, w.params)) for w in waiting):
+            return
+        for other in waiting:
+            other.window[-1].count("clip_elsewhere")
+        if not waiting:
+            row.count("clip_calls")
+            row.count("clip_late")
+            row.cells["clip_after_step"] = True
+            row.cells.setdefault("clip_max_norm", call.max_norm if call.kind == "norm" else None)
+            row.cells.setdefault("clip_value", call.max_norm if call.kind == "value" else None)
+
+    def _waiting(self) -> list[WatchedOptimizer]:
+        """Optimizers whose gradients await a step."""
+        return [w for w in self._watched if w.window and w.optimizer is not None]
+
+    def on_attempt(self, event: events.Attempt) -> None:
+        """How much of the gradient that the step used had been given to clips?"""
+        given = event.row.cells.get("_clipped") if event.row is not None else None
+        if event.row is not None and given is not None:
+            own = {id(p.grad) for p in event.optimizer.params if p.grad is not None}
+            event.row.cells["clip_covered"] = len(own & given) / len(own) if own else 0.0
 
     def on_clip_nothing(self, event: events.ClipNothing) -> None:
-        """A clip that matched no gradient of any optimizer is worth an event."""
+        """A clip that matched no gradient of any optimizer: whose gradients waited for it?"""
         call = event.call
-        detail = {"gradients": len(call.gradients), "parameters": len(call.parameters), "max_norm": call.max_norm}
-        self.context.note("clip_matched_nothing", None, {**detail, "norm": call.total_norm})
+        given = {id(p) for p in call.parameters}
+        waiting = self._waiting()
+        for watched in waiting:
+            watched.window[-1].count("clip_elsewhere" if given else "clip_empty")
+        if given and not waiting:
+            for watched in self._watched:
+                if watched.row is not None and not given.isdisjoint(map(id, watched.params)):
+                    self._late(watched.row, call)
+        self._told += 1
+        if self._told <= _MOST_EVENTS:
+            detail = {"gradients": len(call.gradients), "parameters": len(given), "max_norm": call.max_norm}
+            self.context.note(
+                "clip_matched_nothing", None, {**detail, "norm": call.total_norm, "waiting": [w.label for w in waiting]}
+            )
+
+    def on_called(self, event: events.Called) -> None:
+        """The script took a norm, or wrote to gradients between the step that used them and their end."""
+        if event.name == "norm_taken":
+            self._norm_taken({id(t) for t in event.detail["tensors"]}, event.detail["norm"])
+        elif event.name == "gradients_written_after_step" and event.optimizer is not None:
+            row, measure = event.optimizer.row, self.context.measure
+            held = [p.grad for p in event.optimizer.params if p.grad is not None]
+            if row is not None and held and not row.cells.get("clip_late"):
+                row.cells["cleared_norm"] = measure.total(measure.norms(held))
+
+    def _norm_taken(self, given: set[int], norm: Any) -> None:
+        for watched in self._waiting():
+            row = watched.window[-1]
+            if _scaled(row) and any(id(p.grad) in given for p in watched.params):
+                row.cells["scaled_norm_taken"] = norm.detach().clone().reshape(())
 
     def resolve(self, row: Row, cells: dict[str, Any]) -> None:
         """The factor that torch applies, from the norm and the limit."""
         cells.pop("_clipped", None)
-        norm, limit = cells.get("clip_norm"), cells.get("clip_max_norm")
-        if norm is None or limit is None:
+        found = [(float(norm), float(limit)) for norm, limit in cells.get("_clip_norms") or []]
+        for column in ("cleared_norm", "scaled_norm_taken"):
+            if cells.get(column) is not None:
+                cells[column] = float(cells[column])
+        if not found:
             return
-        norm = cells["clip_norm"] = float(norm)
+        norm, limit = found[-1]
+        cells["clip_norm"] = norm
         ratio = limit / (norm + 1e-6) if not math.isnan(norm) else math.nan
         cells["clip_coef"] = math.nan if math.isnan(ratio) else min(1.0, ratio)
-        cells["clip_bound"] = norm > limit
+        cells["clip_bound"] = any(n > most for n, most in found)
+        cells["clip_nonfinite"] = any(not math.isfinite(n) for n, _ in found)
+
+
+def _scaled(row: Row) -> bool:
+    """Whether the gradients of an open row still carry the loss scale."""
+    return bool(row.micro.cells.get("_scaled")) and "unscale_divisor" not in row.cells

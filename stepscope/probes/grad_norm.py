@@ -27,6 +27,7 @@ class GradNorm(Probe):
     name = "grad_norm"
     columns = (
         Column("grad_norm_before", "float64", "1", "L2 norm of what .grad held just before this backward, as it lay there; 0 where there was none", "held unchanged since the backward before"),
+        Column("grad_norm_left", "float64", "1", "L2 norm of .grad just after this backward, as it lay there: scaled, summed up over the window", "no optimizer claimed the gradients"),
         Column("grad_norm_scaled", "float64", "1", "L2 norm as backward left it: scaled, before unscale and clip", _LAST),
         Column("grad_norm", "float64", "1", "L2 norm unscaled, before the clip", _LAST),
         Column("grad_norm_clipped", "float64", "1", "L2 norm unscaled, as the step used it (after the clip)", _LAST),
@@ -124,11 +125,14 @@ class GradNorm(Probe):
         """Divide by the scale that the gradient carried, and only by that."""
         scale = cells.get("loss_scale_before") or 1.0
         left = cells.get("_left")
+        if left is not None:
+            cells["grad_norm_left"] = float(left)
         if row.attempted and left is not None:
             cells["grad_norm_scaled"] = float(left)
         used = cells.get("_used")
         if used is not None:
-            cells["grad_norm_clipped"] = float(used) / (scale if cells.get("_scaled_at_step") else 1.0)
+            divisor = cells.get("_step_divisor") or scale
+            cells["grad_norm_clipped"] = float(used) / (divisor if cells.get("_scaled_at_step") else 1.0)
         clip = cells.get("_clip_total")
         if clip is not None and row.attempted:
             cells["grad_norm"] = float(clip) / (scale if cells.get("_clip_scaled") else 1.0)

@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,27 @@ def around(name: str) -> Callable[[Original], Original]:
                 raise
             tell(after, args, kwargs, result, None)
             return result
+
+        return replacement
+
+    return make
+
+
+def around_tensors(name: str) -> Callable[[Original], Original]:
+    """The same for a function that takes tensors first: a generator becomes a list, since looking would exhaust it."""
+    outer = around(name)
+
+    def make(original: Original) -> Original:
+        heard = outer(original)
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], Iterator):
+                args = (list(args[0]), *args[1:])
+            for key in ("parameters", "tensors"):
+                if isinstance(kwargs.get(key), Iterator):
+                    kwargs[key] = list(kwargs[key])
+            return heard(*args, **kwargs)
 
         return replacement
 
@@ -123,16 +144,23 @@ PATCHES: tuple[Patch, ...] = (
     # clip_grad_norm_ looks these two up in its module's globals: both import styles of it are seen.
     Patch("torch.nn.utils.clip_grad", "_get_total_norm", "the norm that a clip finds", around("total_norm")),
     Patch("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "the clip itself", around("clip")),
+    Patch("torch.nn.utils.clip_grad", "get_total_norm", "a norm that a script takes", around_tensors("own_norm")),
+    Patch("torch.nn.utils", "get_total_norm", "the same, as most scripts reach it", around_tensors("own_norm")),
     Patch(
-        "torch.nn.utils.clip_grad", "clip_grads_with_norm_", "the clip, as a script's own norm calls it", around("clip")
+        "torch.nn.utils.clip_grad", "clip_grads_with_norm_", "a clip to the script's own norm", around_tensors("clip")
     ),
-    Patch("torch.nn.utils", "clip_grads_with_norm_", "the same, as most scripts reach it", around("clip")),
-    Patch("torch.nn.utils.clip_grad", "clip_grad_value_", "a clip of each element", around("clip_value")),
-    Patch("torch.nn.utils", "clip_grad_value_", "the same, as most scripts reach it", around("clip_value")),
+    Patch("torch.nn.utils", "clip_grads_with_norm_", "the same, as most scripts reach it", around_tensors("clip")),
+    Patch("torch.nn.utils.clip_grad", "clip_grad_value_", "a clip of each element", around_tensors("clip_value")),
+    Patch("torch.nn.utils", "clip_grad_value_", "the same, as most scripts reach it", around_tensors("clip_value")),
     Patch("torch.optim.optimizer.Optimizer", "__init__", "an optimizer exists", around("optimizer_init")),
     Patch("torch.optim.optimizer.Optimizer", "zero_grad", "place in the order of calls", around("zero_grad")),
     Patch("torch.optim.optimizer.Optimizer", "load_state_dict", "a resume", around("load_optimizer")),
-    Patch("torch.optim.optimizer.Optimizer", "state_dict", "a checkpoint, whoever writes it", around("optimizer_state_dict")),
+    Patch(
+        "torch.optim.optimizer.Optimizer",
+        "state_dict",
+        "a checkpoint, whoever writes it",
+        around("optimizer_state_dict"),
+    ),
     Patch("torch.optim.optimizer.Optimizer", "add_param_group", "groups added on the way", around("add_group")),
     Patch("torch.nn.modules.module.Module", "__call__", "forwards: what they are given and return", _outermost),
     Patch("torch.nn.modules.module.Module", "zero_grad", "place in the order of calls", around("zero_grad")),

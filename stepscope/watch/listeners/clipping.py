@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from stepscope import events
 from stepscope.events import ClipCall
@@ -13,6 +10,8 @@ from stepscope.watch.ledger import Row, WatchedOptimizer, tensors
 from stepscope.watch.patches import Listener
 
 if TYPE_CHECKING:
+    import torch
+
     from stepscope.watch.books import Books
 
 
@@ -25,8 +24,15 @@ class ClipListener(Listener):
         self._norm_type = 2.0
 
     def before_total_norm(self, args: Any, kwargs: Any) -> None:
-        """A norm is taken, by a clip or on its own."""
+        """A clip takes its norm."""
         self._norm_type = float(args[1] if len(args) > 1 else kwargs.get("norm_type", 2.0))
+
+    def after_own_norm(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
+        """A script took a norm itself, to log it or to clip to it."""
+        if error is None:
+            self.before_total_norm(args, kwargs)
+            given = tensors(args[0] if args else kwargs.get("tensors"))
+            self.books.sink(events.Called("", "norm_taken", None, {"tensors": given, "norm": result}))
 
     def before_clip(self, args: Any, kwargs: Any) -> None:
         """Gradients are about to be multiplied to fit a norm."""
@@ -45,8 +51,6 @@ class ClipListener(Listener):
         """Gradients are about to be limited element by element."""
         limit = args[1] if len(args) > 1 else kwargs.get("clip_value")
         parameters = args[0] if args else kwargs.get("parameters")
-        if not isinstance(parameters, torch.Tensor | Sequence):
-            parameters = []  # a generator: looking at it would exhaust it
         self._begin_clip(ClipCall("value", [], _as_float(limit), float("inf")), tensors(parameters))
 
     def after_clip_value(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:

@@ -41,6 +41,8 @@ class ScalerListener(Listener):
     def after_unscale(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """Gradients were divided by the scale."""
         watched = self._of_call(args, kwargs)
+        if error is not None and self.books.scaler_step is None:
+            self._failed("unscale_failed", watched, args[0], error)
         if error is not None or watched is None or not args[0].is_enabled():
             return
         row = self.books.adopt(watched) or watched.row
@@ -66,9 +68,7 @@ class ScalerListener(Listener):
         watched, scaler = pending["optimizer"], args[0]
         if error is not None:
             self.books.stepping.clear()
-            self.books.sink(
-                events.Called("!", "scaler_step_failed", watched, {"error": f"{type(error).__name__}: {error}"})
-            )
+            self._failed("scaler_step_failed", watched, scaler, error)
             return
         if watched.window and not pending["ran"]:
             watched.window[-1].calls.append("K")
@@ -82,11 +82,20 @@ class ScalerListener(Listener):
 
     def after_update(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """The scale may have changed."""
+        if error is not None:
+            self._failed("scaler_update_failed", None, args[0], error)
         if error is None and args[0].is_enabled():
             rows = [w.row for w in self.books.alive() if w.row is not None]
             for row in rows:
                 row.calls.append("P")
             self.books.sink(events.ScalerUpdate(args[0], self._scale_before, scale_of(args[0]), rows))
+
+    def _failed(self, name: str, watched: WatchedOptimizer | None, scaler: Any, error: BaseException) -> None:
+        """A call raised: in which state was the scaler with this optimizer (``READY``, ``UNSCALED``, ``STEPPED``)?"""
+        state = scaler._per_optimizer_states.get(watched.key, {}) if watched is not None else {}
+        stage = getattr(state.get("stage"), "name", None)
+        detail = {"error": f"{type(error).__name__}: {error}", "stage": stage}
+        self.books.sink(events.Called("!", name, watched, detail))
 
     def _of_call(self, args: Any, kwargs: Any) -> WatchedOptimizer | None:
         return self.books.watched(args[1] if len(args) > 1 else kwargs.get("optimizer"))

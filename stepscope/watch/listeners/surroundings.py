@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepscope import events
+from stepscope.watch.ledger import stamps
 from stepscope.watch.patches import Listener
 
 if TYPE_CHECKING:
     from stepscope.watch.books import Books
+    from stepscope.watch.ledger import WatchedOptimizer
 
 
 class SurroundingsListener(Listener):
@@ -19,17 +21,30 @@ class SurroundingsListener(Listener):
     def __init__(self, books: Books) -> None:
         self.books = books
 
+    def before_zero_grad(self, args: Any, kwargs: Any) -> None:
+        """Gradients that were used are about to go: did anybody write to them after the step?"""
+        for watched in self._cleared(args[0]):
+            row = watched.row
+            if row is None or not row.attempted or watched.window or not watched.stamps:
+                continue
+            if stamps(watched.params) != watched.stamps:
+                self.books.sink(events.Called("", "gradients_written_after_step", watched))
+            watched.stamps = []  # the next zero_grad finds what this one wrote
+
     def after_zero_grad(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """Somebody cleared gradients, or called a method of that name."""
         owner = args[0]
-        if isinstance(owner, torch.optim.Optimizer):
-            concerned = [w for w in [self.books.watched(owner)] if w is not None]
-        else:
-            concerned = self.books.concerned(owner.parameters())
+        concerned = self._cleared(owner)
         for watched in concerned:
             if watched.row is not None:
                 watched.row.calls.append("Z")
         self.books.sink(events.ZeroGrad(owner, concerned))
+
+    def _cleared(self, owner: Any) -> list[WatchedOptimizer]:
+        """The optimizers whose gradients a ``zero_grad`` of `owner` concerns."""
+        if isinstance(owner, torch.optim.Optimizer):
+            return [w for w in [self.books.watched(owner)] if w is not None]
+        return self.books.concerned(owner.parameters())
 
     def after_average(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """An averaged model took in the current weights."""
