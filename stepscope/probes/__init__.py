@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stepscope.probes.averages import Averages
 from stepscope.probes.batch import Batch
+from stepscope.probes.census import Census
 from stepscope.probes.clip import Clip
 from stepscope.probes.grad_norm import GradNorm
 from stepscope.probes.learning_rate import LearningRate
@@ -39,6 +41,8 @@ ALL: tuple[type[Probe], ...] = (
     Batch,
     Schedule,
     Ranks,
+    Averages,
+    Census,
     State,
 )
 """Every probe, in the order in which rows are resolved: later ones may use the cells of earlier ones."""

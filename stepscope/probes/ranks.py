@@ -10,6 +10,9 @@ from stepscope.schema import Column
 
 if TYPE_CHECKING:
     from stepscope import events
+    from stepscope.watch.ledger import Row
+
+_NO_DDP = "no module is wrapped in DDP"
 
 
 class Ranks(Probe):
@@ -17,9 +20,12 @@ class Ranks(Probe):
 
     name = "ranks"
     columns = (
-        Column("ddp_sync", "bool", "", "DDP's own forward ran with synchronisation on, so that this backward reduces", "no module is wrapped in DDP"),
-        Column("ddp_bypassed", "bool", "", "a module wrapped in DDP was called directly, not through its wrapper", "no module is wrapped in DDP"),
+        Column("ddp_sync", "bool", "", "DDP's own forwards ran with synchronisation on, all of them, so that this backward reduces", _NO_DDP),
+        Column("ddp_sync_at_backward", "bool", "", "DDP's flag stood at synchronisation when backward began, where it is without effect", _NO_DDP),
+        Column("ddp_bypassed", "bool", "", "a module wrapped in DDP was called directly, not through its wrapper", _NO_DDP),
         Column("all_reduce_calls", "int64", "calls", "all_reduce calls of the script between this backward and the next"),
+        Column("reduced_norm", "float64", "1", "L2 norm of the tensors that the script all-reduced between this backward and the step, where they are as large as the gradients together", "nothing of the gradients' size was reduced by hand, or without waiting for it"),
+        Column("reduced_mean", "bool", "", "that reduction averaged by itself (ReduceOp.AVG)", "as reduced_norm"),
     )  # fmt: skip
 
     def __init__(self, context: Context) -> None:
@@ -28,8 +34,10 @@ class Ranks(Probe):
         self._inner: set[int] = set()
         self._sync: bool | None = None
         self._bypassed: bool | None = None
-        self._rows: list[Any] = []
+        self._rows: list[Row] = []
+        self._reduced: list[tuple[Any, int, bool]] = []
         self._moved = False
+        self._looks = 0
 
     def on_built(self, event: events.Built) -> None:
         """A wrapper knows the tensors it was given; those that come later are never reduced."""
@@ -45,12 +53,13 @@ class Ranks(Probe):
             return
         wrapper = next((w for ref, _ in self._wrappers if (w := ref()) is event.module), None)
         if wrapper is not None:
-            self._sync = bool(wrapper.require_backward_grad_sync)
+            self._sync = bool(wrapper.require_backward_grad_sync) and self._sync is not False
             self._bypassed = bool(self._bypassed)
-            self._look_for_moved(wrapper)
+            self._looks += 1
+            if self._looks <= 10 or self._looks % 25 == 0:
+                self._look_for_moved(wrapper)
         elif id(event.module) in self._inner:
             self._bypassed = True
-            self._sync = bool(self._sync)
 
     def _look_for_moved(self, wrapper: Any) -> None:
         known = next(k for ref, k in self._wrappers if ref() is wrapper)
@@ -61,17 +70,47 @@ class Ranks(Probe):
 
     def on_backward_begin(self, event: events.BackwardBegin) -> None:
         """What the forwards since the last backward said."""
-        event.micro.cells["ddp_sync"], self._sync = self._sync, None
-        event.micro.cells["ddp_bypassed"], self._bypassed = self._bypassed, None
+        cells = event.micro.cells
+        cells["ddp_sync"], self._sync = self._sync, None
+        cells["ddp_bypassed"], self._bypassed = self._bypassed, None
+        flags = [w.require_backward_grad_sync for ref, _ in self._wrappers if (w := ref()) is not None]
+        if flags:
+            cells["ddp_sync_at_backward"] = all(flags)
 
     def on_backward_end(self, event: events.BackwardEnd) -> None:
         """Start counting."""
-        self._rows = event.rows
+        self._rows, self._reduced = event.rows, []
         for row in event.rows:
             row.cells.setdefault("all_reduce_calls", 0)
 
     def on_called(self, event: events.Called) -> None:
-        """A reduction by hand."""
-        if event.name == "all_reduce":
-            for row in self._rows:
-                row.count("all_reduce_calls")
+        """A reduction by hand. What it gave is measured at once, unless it has only been started."""
+        if event.name != "all_reduce":
+            return
+        for row in self._rows:
+            row.count("all_reduce_calls")
+        detail: dict[str, Any] = event.detail
+        tensor: Any = detail.get("tensor")
+        if detail.get("async_op") or not hasattr(tensor, "numel") or not tensor.is_floating_point():
+            return
+        if all(row.attempted for row in self._rows):
+            return
+        mean = "AVG" in str(detail.get("op"))
+        self._reduced.append((self.context.measure.norms([tensor])[0], int(tensor.numel()), mean))
+
+    def on_step_begin(self, event: events.StepBegin) -> None:
+        """The reductions were for this step if they cover its gradients."""
+        if event.row is None or not self._reduced:
+            return
+        size = sum(p.grad.numel() for p in event.optimizer.params if p.grad is not None)
+        chosen = [r for r in self._reduced if r[1] > 1] if sum(r[1] for r in self._reduced) != size else self._reduced
+        if sum(r[1] for r in chosen) == size:
+            event.row.cells["_reduced"] = [norm for norm, _, _ in chosen]
+            event.row.cells["reduced_mean"] = all(mean for _, _, mean in chosen)
+
+    def resolve(self, row: Row, cells: dict[str, Any]) -> None:
+        """The norm of all that was reduced together, without the loss scale that it carried."""
+        parts = cells.get("_reduced")
+        if parts:
+            scale = cells.get("loss_scale_before") if cells.get("_scaled") else None
+            cells["reduced_norm"] = sum(float(p) ** 2 for p in parts) ** 0.5 / (scale or 1.0)

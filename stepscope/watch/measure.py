@@ -112,7 +112,7 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
+        self._buffers: tuple[Tensor, ...] = ()  # no list: a search for copies of the weights passes it by
         self._key: tuple[tuple[Any, ...], ...] = ()
 
     @torch.no_grad()
@@ -121,7 +121,7 @@ class Snapshot:
         values = [dense(p) for p in params]
         key = tuple((v.shape, v.dtype, v.device) for v in values)
         if key != self._key:
-            self._buffers = [torch.empty_like(v, memory_format=torch.contiguous_format) for v in values]
+            self._buffers = tuple(torch.empty_like(v, memory_format=torch.contiguous_format) for v in values)
             self._key = key
         for places in _by_kind(values).values():
             torch._foreach_copy_([self._buffers[i] for i in places], [values[i] for i in places])
