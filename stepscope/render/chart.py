@@ -118,6 +118,12 @@ def thin(y: Floats, limit: int, keep: npt.NDArray[np.bool_] | None = None) -> In
     return np.unique(np.minimum(np.concatenate(chosen), n - 1))
 
 
+def distinct(values: Ints) -> Ints:
+    """The different values in order; sorting beats the hashing of `numpy.unique` on values that are nearly sorted."""
+    ordered = np.sort(values, kind="stable")
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])] if len(ordered) else ordered
+
+
 def spans(steps: Ints, limit: int = POINTS) -> tuple[tuple[int, int], ...]:
     """Ascending steps as runs ``(first, last)``, nearest runs joined until at most `limit` remain.
 
@@ -137,5 +143,5 @@ def spans(steps: Ints, limit: int = POINTS) -> tuple[tuple[int, int], ...]:
 
 def marks(kind: MarkKind, name: str, steps: Ints) -> Marks:
     """Marks at `steps`, in any order and with repetitions."""
-    unique = np.unique(steps)
+    unique = distinct(steps)
     return Marks(kind, name, spans(unique), len(unique))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from stepscope.errors import StepscopeError
+from stepscope.render.chart import distinct
 from stepscope.render.envelope import VerdictWord, envelope, sorted_findings, verdict_word
 from stepscope.render.overview import overview
 from stepscope.render.parameters import ParameterView, parameter_view
@@ -221,8 +222,8 @@ def _scope(rows: Rows) -> str:
     if not len(rows):
         return "no micro-step was recorded"
     steps, _ = rows.column("sync_gradients")
-    attempts = len(np.unique(rows.micro_step[steps == 1]))
-    return f"{counted(len(np.unique(rows.micro_step)), 'micro-step')}, {counted(attempts, 'optimizer step')}"
+    attempts = len(distinct(rows.micro_step[steps == 1]))
+    return f"{counted(len(rows.steps), 'micro-step')}, {counted(attempts, 'optimizer step')}"
 
 
 def _judged(outcomes: Sequence[Outcome], status: str) -> tuple[Judged, ...]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stepscope.render import captions
-from stepscope.render.chart import POINTS, Chart, Floats, Ints, Marks, Series, Style, marks, thin
+from stepscope.render.chart import POINTS, Chart, Floats, Ints, Marks, Series, Style, distinct, marks, thin
 from stepscope.render.formula import formula_points
 from stepscope.render.plots import PLOTS, Line, Plot
 from stepscope.render.rows import Points, Rows, Track
@@ -45,7 +45,7 @@ def draw(
     drawn = list(_lines(lines, plot, rows))
     nonfinite = nonfinite_steps(points for _, points, _, _ in drawn)
     skipped = rows.steps_where("step_skipped") if plot.skips else _NO_STEPS
-    keep = np.unique(np.concatenate((cited, skipped)))
+    keep = distinct(np.concatenate((cited, skipped)))
     series = tuple(series_of(name, points, colour, style, keep) for name, points, colour, style in drawn)
     series += _formula(plot, rows, keep)
     return Chart(
@@ -114,7 +114,7 @@ def _formula(plot: Plot, rows: Rows, keep: Ints) -> tuple[Series, ...]:
 
 def nonfinite_steps(all_points: Iterable[Points]) -> Ints:
     """Micro-steps at which any of the points is not finite."""
-    return np.unique(np.concatenate([_NO_STEPS, *(p.x[~np.isfinite(p.y)] for p in all_points)]))
+    return distinct(np.concatenate([_NO_STEPS, *(p.x[~np.isfinite(p.y)] for p in all_points)]))
 
 
 def _marks(nonfinite: Ints, skipped: Ints, cited: Ints) -> tuple[Marks, ...]:

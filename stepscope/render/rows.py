@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from stepscope.render.chart import distinct
 from stepscope.render.words import one_line
 
 if TYPE_CHECKING:
@@ -90,8 +91,12 @@ class Rows:
     def steps_where(self, name: str) -> Ints:
         """Micro-steps at which the truth value `name` was observed to be true, over all tracks."""
         values, valid = self.column(name)
-        steps: Ints = np.unique(self.micro_step[valid & (values != 0)])
-        return steps
+        return distinct(self.micro_step[valid & (values != 0)])
+
+    @cached_property
+    def steps(self) -> Ints:
+        """The micro-steps of the run, ascending."""
+        return distinct(self.micro_step)
 
     @cached_property
     def ranks(self) -> Ints:
@@ -102,12 +107,13 @@ class Rows:
     @cached_property
     def processes(self) -> tuple[Track, ...]:
         """A track per process with one row a micro-step, for what does not depend on the optimizer."""
-        numbers = np.unique(self.ranks).tolist()
+        numbers = distinct(self.ranks).tolist()
         return tuple(self._process(rank, several=len(numbers) > 1) for rank in numbers)
 
     def _process(self, rank: int, *, several: bool) -> Track:
         index = self._ordered(np.flatnonzero(self.ranks == rank))
-        _, first = np.unique(self.micro_step[index], return_index=True)
+        steps = self.micro_step[index]
+        first = np.append(True, steps[1:] != steps[:-1])[: len(steps)]
         return Track(rank, None, f"rank {rank}" if several else "", index[first])
 
     @cached_property

@@ -49,7 +49,7 @@ def numbers(rows: Rows) -> tuple[Number, ...]:
 
 
 def _counts(rows: Rows) -> Iterable[Number]:
-    steps = len(np.unique(rows.micro_step))
+    steps = len(rows.steps)
     attempts = _true(rows, "sync_gradients")
     skipped = _true(rows, "step_skipped")
     yield _figure("micro_steps", "micro-steps", steps)

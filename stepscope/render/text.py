@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from stepscope.render.sparkline import sparkline
-from stepscope.render.words import one_line
+from stepscope.render.words import clean, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -101,7 +101,8 @@ def _finding(finding: FindingView, model: ReportModel, ascii_only: bool) -> Iter
         yield Padding(rich_table(finding.table), (0, 0, 0, 4))
     fix = model.rules.get(finding.name, {}).get("Fix")
     if fix:
-        yield Padding(Text(f"fix: {one_line(fix)}"), (0, 0, 0, 2))
+        first, *rest = (" ".join(b.split()) if b[:1] != " " else b for b in clean(fix).strip("\n").split("\n\n"))
+        yield Padding(Text("\n".join([f"fix: {first}", *rest])), (0, 0, 0, 2))
 
 
 def _detail(detail: DetailView) -> Iterable[RenderableType]:
