@@ -79,9 +79,14 @@ def _write_report(trace: Trace, outcomes: Sequence[Outcome], folder: Path) -> No
 
 
 def _summarise(trace: Trace, outcomes: Sequence[Outcome], folder: Path, *, report: bool) -> None:
-    for outcome in outcomes:
-        for finding in outcome.findings:
-            say(f"  {finding.severity:<8}{finding.code} {finding.name}: {finding.message}")
-    counts = {s: sum(o.status == s for o in outcomes) for s in ("failed", "passed", "skipped")}
-    say(f"stepscope: {counts['failed']} rules found something, {counts['passed']} passed, {counts['skipped']} skipped")
-    say(f"stepscope: trace in {folder}" + (f", report in {folder / 'report.html'}" if report else ""))
+    """The verdict, the findings, and the next command."""
+    from stepscope.render.envelope import sorted_findings
+    from stepscope.render.model import verdict
+    from stepscope.render.words import clean
+
+    told = verdict(outcomes, complete=trace.whole)
+    say(f"stepscope: {told.heading.lower()}: {told.line}")
+    for finding in sorted_findings(outcomes):
+        say(f"  {finding.severity:<8}{finding.code} {finding.name}: {clean(finding.message)}")
+    seen = f"open {folder / 'report.html'}" if report else f"stepscope report {folder}"
+    say(f"stepscope: trace in {folder}; next: {seen}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -76,7 +77,12 @@ def _run(config: TraceConfig) -> int:
     declared = {**settings.declare, "accumulation_steps": config.accumulation_steps}
     live = Live(config.optimizer_steps or 0, quiet=config.quiet)
     out = Path(config.out)
-    options = {"force": config.force, "every": config.every, "on_rows": live.rows, "meta": {"kind": "trace"}}
+    options = {
+        "force": config.force,
+        "every": config.every,
+        "on_rows": live.rows,
+        "meta": {"kind": "trace", "command": ["stepscope", *sys.argv[1:]]},
+    }
     watching = Watching(out=out, declare=declared, **options)
     with live, watching:  # before anything is built: the reference is watched as a stranger's script would be
         try:
