@@ -29,6 +29,7 @@ class LossScale(Probe):
         Column("update_calls", "int64", "calls", "scaler updates between this backward and the next"),
         Column("early_updates", "int64", "calls", "those of update_calls that came before the step which used the gradients"),
         Column("early_update_between", "bool", "", "such an update came after another optimizer's step in the same iteration", "there was none"),
+        Column("weights_norm", "float64", "1", "L2 norm of the optimizer's parameters at this backward, once they have moved between two backward passes of a window (SAM)", "they have not, or no scaler is used"),
         Column("found_inf", "bool", "", "the scaler found gradients that are not finite", "no enabled scaler stepped"),
         Column("step_skipped", "bool", "", "the attempted step was skipped", _LAST),
         Column("skip_reason", "string", "", "why it was skipped", "it was not"),
@@ -42,6 +43,19 @@ class LossScale(Probe):
         self._scaler_of: dict[int, int] = {}
         self._scalers: set[int] = set()
         self._called = False
+        self._versions: dict[int, int] = {}
+        self._climbing: set[int] = set()
+
+    def on_watched_begin(self, watched: WatchedOptimizer) -> None:
+        """Two-phase optimizers move the weights between two backward passes of a window: from then on, where do they stand?
+
+        In accumulation the weights stay put within a window and the gradients stay there: nothing is measured.
+        """
+        if not self._scalers or not watched.window:
+            return
+        versions = sum(p._version for p in watched.params)
+        if versions != self._versions.get(watched.index) or not any(watched.before):
+            self._climbing.add(watched.index)
 
     def on_scale_loss(self, event: events.ScaleLoss) -> None:
         """A scaler multiplied something."""
@@ -67,10 +81,20 @@ class LossScale(Probe):
     def on_backward_end(self, event: events.BackwardEnd) -> None:
         """A backward adds scaled gradients to whatever is there."""
         for row in event.rows:
+            self._measure_weights(row)
             for column in ("unscale_calls", "scale_divisions", "update_calls", "early_updates"):
                 row.cells.setdefault(column, 0)
             if row.optimizer is not None and event.micro.cells.get("_scaled"):
                 self._unscaled.discard(row.optimizer.index)
+
+    def _measure_weights(self, row: Row) -> None:
+        watched = row.optimizer
+        if watched is None or not self._scalers:
+            return
+        self._versions[watched.index] = sum(p._version for p in watched.params)
+        if watched.index in self._climbing and not row.attempted:
+            measure = self.context.measure
+            row.cells["weights_norm"] = measure.total(measure.norms(watched.params))
 
     def on_step_begin(self, event: events.StepBegin) -> None:
         """Note whether the gradients that this step is given are scaled."""
@@ -122,6 +146,8 @@ class LossScale(Probe):
 
     def resolve(self, row: Row, cells: dict[str, Any]) -> None:
         """Skipped: the scaler did not call the optimizer, or the fused optimizer was told not to apply."""
+        if cells.get("weights_norm") is not None:
+            cells["weights_norm"] = float(cells["weights_norm"])
         found = cells.get("_found_inf")
         if found is not None:
             cells["found_inf"] = bool(found)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope import events
 from stepscope.events import ClipCall
-from stepscope.watch.ledger import Row, WatchedOptimizer, tensors
+from stepscope.watch.ledger import Row, WatchedOptimizer, stamps, tensors
 from stepscope.watch.patches import Listener
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class ClipListener(Listener):
         call.gradients = [p.grad for p in parameters if p.grad is not None]
         targets = self.books.concerned(parameters) if call.gradients else []
         begun: list[tuple[ClipCall, WatchedOptimizer, Row | None]] = []
+        for watched in targets or self._filled_by_hand():
+            self.books.adopt(watched)
         for watched in targets:
             row = watched.window[-1] if watched.window else watched.row
             if row is not None:
@@ -73,6 +75,12 @@ class ClipListener(Listener):
         if not targets:
             self.books.sink(events.ClipNothing(call))
         self._calls.append(begun)
+
+    def _filled_by_hand(self) -> list[WatchedOptimizer]:
+        """Optimizers whose gradients a script has written itself since their last step: master copies."""
+        if not self.books.orphans:
+            return []
+        return [w for w in self.books.alive() if not w.window and stamps(w.params) != w.stamps][:1]
 
     def _end_clip(self, error: BaseException | None) -> None:
         for call, watched, row in self._calls.pop():

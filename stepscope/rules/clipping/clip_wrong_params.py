@@ -1,0 +1,73 @@
+"""The clip was given other tensors than those that the step reads.
+
+What it does
+------------
+Looks for clip calls that reached none of an optimizer's gradients, nor any other that waited for a step, while that
+optimizer's gradients waited, and that were the only clips of its step.
+
+Why it matters
+--------------
+With float32 master copies, a rebuilt model or a second network, the clip limits gradients that no step will read. The
+optimizer works with the whole gradient.
+
+What the evidence looks like
+----------------------------
+`clip_elsewhere` counts such calls; `clip_calls` is 0, and `grad_norm_clipped` is the whole norm.
+
+Fix
+---
+Clip the tensors that the optimizer holds: ``[p for g in optimizer.param_groups for p in g["params"]]``.
+
+Known false alarms
+------------------
+Clips of a network that is trained elsewhere, by code that is not watched, between backward and step of this one.
+
+References
+----------
+Lightning-AI/pytorch-lightning#2556.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from stepscope.rules.accumulation.windows import merged
+from stepscope.rules.base import Rule
+from stepscope.rules.clipping.gradients import executed
+from stepscope.rules.outcome import Finding, Severity
+from stepscope.rules.view import Rows, View, finding
+
+
+def judge(view: View) -> Iterator[Finding]:
+    """Steps whose only clip went elsewhere."""
+    limits = {int(e["micro_step"]): e["detail"].get("max_norm") for e in view.events("clip_matched_nothing")}
+    yield from merged([f for rows in view.stepping for f in (_judge(rows, limits),) if f is not None])
+
+
+def _judge(rows: Rows, limits: dict[int, object]) -> Finding | None:
+    ran = executed(rows)
+    wrong = ran & (rows["clip_elsewhere"] > 0) & (rows["clip_calls"] == 0.0) & (rows["grad_params"] > 0)
+    if not wrong.any() or np.count_nonzero(wrong) < 0.5 * np.count_nonzero(ran):
+        return None
+    used = rows["grad_norm_clipped"]
+    at = int(np.flatnonzero(wrong)[0])
+    limit = limits.get(int(rows["micro_step"][at]))
+    given = f" to {limit:g}" if isinstance(limit, int | float) else ""
+    severity: Severity = "notice" if limit == "inf" or limit == float("inf") else "error"
+    return finding(
+        RULE.code,
+        RULE.name,
+        severity,
+        f"{int(wrong.sum())} clips{given} were given none of the {int(rows['grad_params'][at])} gradients that waited for the "
+        f"step: it used a norm of up to {float(np.nanmax(used[wrong])):.4g}; clip the tensors that the optimizer holds",
+        rows,
+        wrong,
+        observed=0,
+        expected=int(rows["grad_params"][at]),
+        columns=["grad_norm_clipped", "clip_elsewhere"],
+    )
+
+
+RULE = Rule("CLP307", "clip-wrong-params", "error", judge, needs=("clip_elsewhere",))
