@@ -72,7 +72,7 @@ class Laboratory:
         Raises:
             StepscopeError: the loss cannot be computed, is not finite, or gives no gradient; the line names `where`.
         """
-        with self._pass():
+        with self.running():
             torch.autograd.backward(total(self._loss(self.cast(batch), where)))
             return self._collect(where)
 
@@ -81,7 +81,7 @@ class Laboratory:
 
         Where the parts do not add up to the gradient of the loss (a term inside another one), there is one term.
         """
-        with self._pass():
+        with self.running():
             batch = self.cast(batch)
             loss = self._loss(batch, where)
             targets = self._targets(batch, loss)
@@ -104,10 +104,10 @@ class Laboratory:
         Raises:
             StepscopeError: the window raised, changed the parameters or left no gradient.
         """
-        with self._pass():
+        with self.running():
             try:
                 with self.precision.autocast(self.device):
-                    accumulate(self.model, [self.cast(m) for m in micro_batches], **self._extras(accumulate, scale))
+                    accumulate(self.model, [self.cast(m) for m in micro_batches], **self.extras(accumulate, scale))
             except StepscopeError:
                 raise
             except Exception as error:
@@ -123,15 +123,19 @@ class Laboratory:
 
     def loss(self, batch: Any, where: str) -> float:
         """The loss of a batch."""
-        with self._pass():
+        with self.running():
             return float(total(self._loss(self.cast(batch), where)).detach())
 
     def parameters_after_step(self, gradient: Tensor) -> Tensor:
         """Parameters after one optimizer step with `gradient`, as one float64 vector."""
-        with self._pass():
+        with self.running():
             self._assign(gradient)
-            self._optimizer().step()
-            return torch.cat([p.detach().double().flatten() for p in self.parameters.values()])
+            self.optimizer().step()
+            return self.values()
+
+    def values(self) -> Tensor:
+        """All parameters as they are, as one float64 vector."""
+        return torch.cat([p.detach().double().flatten() for p in self.parameters.values()])
 
     @contextmanager
     def perturbed(self, generator: torch.Generator) -> Iterator[None]:
@@ -158,7 +162,8 @@ class Laboratory:
                 module.train(mode)
 
     @contextmanager
-    def _pass(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
+        """The start of a pass: parameters, buffers and random state as they were first, dropout as asked for."""
         self._restore()
         if self.dropout and self.precision is not FLOAT64:
             with seeded(self.seed):
@@ -202,7 +207,7 @@ class Laboratory:
         self.model.zero_grad(set_to_none=True)
         with weighted(nodes, {name: float(name == term) for name in nodes}):
             torch.autograd.backward(total(loss), retain_graph=True)
-        gradient = self._vector()
+        gradient = self.vector()
         self.model.zero_grad(set_to_none=True)
         return gradient
 
@@ -210,16 +215,18 @@ class Laboratory:
         count = self.experiment.num_targets
         return int(count(batch)) if count is not None else count_targets(loss)
 
-    def _extras(self, accumulate: Callable[..., object], scale: float) -> dict[str, object]:
+    def extras(self, accumulate: Callable[..., object], scale: float) -> dict[str, object]:
+        """The arguments that a window asks for by name, beside the model and the micro-batches."""
         names = inspect.signature(accumulate).parameters
         enabled = self.precision.scaled
         makers: dict[str, Callable[[], object]] = {
             "scaler": lambda: torch.amp.GradScaler(self.device, init_scale=scale, enabled=enabled),
-            "optimizer": self._optimizer,
+            "optimizer": self.optimizer,
         }
         return {name: make() for name, make in makers.items() if name in names}
 
-    def _optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> torch.optim.Optimizer:
+        """A new optimizer over the parameters: the experiment's kind, else AdamW."""
         make = self.experiment.optimizer or torch.optim.AdamW
         return make(list(self.parameters.values()))
 
@@ -237,12 +244,12 @@ class Laboratory:
                 f"{where} left no gradient on any parameter",
                 hint="use the model that is passed in, and call backward() on its loss",
             )
-        vector = self._vector()
+        vector = self.vector()
         if finite and not bool(torch.isfinite(vector).all()):
             raise StepscopeError(f"the gradient of {where} is not finite in {self.precision.name}")
         return vector
 
-    def _vector(self) -> Tensor:
+    def vector(self) -> Tensor:
         """All gradients in float64, one after the other; zeros where a parameter has none."""
         return torch.cat([_dense(p).flatten() for p in self.parameters.values()])
 

@@ -176,7 +176,9 @@ def _countings(rates: Rates) -> Iterator[Counting]:
 
 
 def _expression_match(formula: str, rates: Rates, counting: Counting, values: Mapping[str, float]) -> Match:
-    known = {"T": float(counting.s[-1] + 1 - counting.first), "lr": float(rates.lr.max()), "w": 0.0, "r": 0.0} | values
+    known = {"T": float(counting.s[-1] + 1 - counting.first), "lr": float(rates.lr.max()), "w": 0.0, "r": 0.0} | dict(
+        values
+    )
     expected = evaluate(formula, {**known, "s": counting.s})
     return Match(formula, counting, expected, _agreeing(rates.lr, expected))
 
