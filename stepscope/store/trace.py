@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from functools import cached_property
 from pathlib import Path
@@ -127,7 +128,7 @@ class Trace:
         column = held[name].combine_chunks()
         if pa.types.is_string(held.schema.field(name).type):
             return np.array(column.to_pylist(), dtype=object)
-        return np.asarray(column.cast(pa.float64()).to_numpy(zero_copy_only=False), dtype=np.float64)
+        return np.asarray(column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), dtype=np.float64)
 
     def valid(self, name: str, *, table: Table = "steps") -> npt.NDArray[np.bool_]:
         """Where a column was observed (a NaN that was seen counts). Shape ``(rows,)``."""
@@ -155,8 +156,12 @@ class Trace:
         where = self.path if self.path is not None else "memory"
         return f"Trace({where}: {len(self.tables['steps'])} rows of steps{'' if self.whole else ', cut off'})"
 
+    def figures(self) -> dict[str, Any]:
+        """Plotly figures by name (``loss``, ``lr``, ``loss-scale``, ``grad-norm``, ...), for a notebook."""
+        return dict(_notebook().figures(self))
+
     def _repr_html_(self) -> str:
-        return str(self.steps._repr_html_())  # type: ignore[operator]
+        return str(_notebook().trace_html(self))
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
@@ -193,3 +198,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise StepscopeError(f"cannot read {path}: it does not hold an object")
     return value
+
+
+def _notebook() -> Any:
+    """What shows a trace in a notebook; known here by name only, since the store depends on no renderer."""
+    return importlib.import_module("stepscope.render.notebook")
