@@ -30,7 +30,7 @@ class Continuation:
         started: its state before its first backward there.
         before: rows of the optimizer of the earlier run that held the same parameters.
         saved: the state at the save that was resumed from, None where no save was seen.
-        exact: the parameters are bit for bit those of that save.
+        exact: most parameters are bit for bit those of that save.
         names: parameters that both have.
     """
 
@@ -40,6 +40,12 @@ class Continuation:
     saved: Detail | None
     exact: bool
     names: tuple[str, ...]
+
+    @property
+    def changed(self) -> list[str]:
+        """Parameters that are not those of the save, bit for bit; empty where no save was seen."""
+        old = {} if self.saved is None else self.saved["params"]
+        return [n for n in self.names if n in old and old[n] != self.started["params"][n]]
 
     @property
     def micro_step(self) -> int:

@@ -70,7 +70,7 @@ def _intact(view: View) -> set[tuple[int, str | None]]:
     if view.after is None:
         return set()
     try:
-        return {(r.rows.rank, r.rows.optimizer) for r in continuations(view) if r.exact}
+        return {(r.rows.rank, r.rows.optimizer) for r in continuations(view) if r.saved and not r.changed}
     except Skip:
         return set()
 

@@ -38,7 +38,7 @@ import numpy as np
 
 from stepscope.rules.base import Rule
 from stepscope.rules.outcome import Finding
-from stepscope.rules.schedule.pace import Pace, length, pace, rates, settled, span
+from stepscope.rules.schedule.pace import Pace, length, moving, pace, rates, settled, span
 from stepscope.rules.view import Rows, View, finding
 
 
@@ -66,7 +66,8 @@ def _too_fast(view: View, rows: Rows, found: Pace, k: int) -> Iterator[Finding]:
         why = f"its length is {planned:g} steps for {windows} optimizer steps"
     else:
         end = settled(lr)
-        if end > 0.75 * micro and lr[-1] <= 0.1 * np.nanmax(lr):
+        endless = any("gamma" in d["settings"] for d in moving(view, rows))  # steps and exponentials: no end to reach
+        if not endless and end > 0.75 * micro and lr[-1] <= 0.1 * np.nanmax(lr):
             return  # it comes to its end with the run: its unit is the micro-batch
         why = (
             f"its rate stands still from micro-step {end + 1} of {micro} on"

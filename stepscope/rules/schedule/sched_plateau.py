@@ -3,13 +3,13 @@
 What it does
 ------------
 Follows the metrics given to ReduceLROnPlateau: in which direction they go, and whether the rate was lowered at a call
-that was the best so far in that direction. Compares the metrics of the ranks. Where the metric comes with every step it
-asks whether the loss was still falling.
+that was the best so far in that direction. Compares the metrics of the ranks. Where the metric is the loss of each single
+batch, it asks how soon after each other the reductions came.
 
 Why it matters
 --------------
 With ``mode="max"`` on a loss every improvement counts as a failure, and the rate is driven to nothing while training
-goes well. A noisy metric of one batch does the same. Ranks that see different metrics end at different rates.
+goes well. The noisy loss of one batch does the same. Ranks that see different metrics end at different rates.
 
 What the evidence looks like
 ----------------------------
@@ -100,25 +100,22 @@ def _wrong_way(rows: Rows, calls: list[dict[str, Any]]) -> Finding | None:
 
 
 def _per_batch(rows: Rows, calls: list[dict[str, Any]]) -> Finding | None:
-    """The metric of every single step, and a rate that was lowered while the loss still fell on average."""
+    """The loss of every single batch, and a rate that was lowered again before the batches of one epoch were seen."""
     metric, lowered = _metrics(calls), _lowered(calls)
-    if not _several_per_epoch(rows):
+    reduced = np.flatnonzero(lowered)
+    if len(calls) < max(12, 0.8 * len(rows.ends)) or len(reduced) < 2 or not _raw(rows):
         return None
-    if len(calls) < 12 or len(calls) < 0.8 * len(rows.ends) or not lowered.any():
-        return None
-    third = len(metric) // 3
-    better, worse = metric[-third:].mean(), metric[:third].mean()
-    falling = calls[-1]["detail"]["mode"] == "min" and better < worse - np.std(metric[-third:]) / np.sqrt(third)
-    if not falling:
+    apart, epoch = float(np.median(np.diff(reduced))), _steps_per_epoch(rows)
+    if apart >= epoch:
         return None
     first, last = calls[0]["detail"]["lr_before"][0], calls[-1]["detail"]["lr_after"][0]
     return finding(
         RULE.code,
         RULE.name,
         "warning",
-        f"ReduceLROnPlateau was given a metric at each of {len(calls)} steps and lowered the rate {int(lowered.sum())} times, from "
-        f"{first:.3g} to {last:.3g}, while its mean still fell from {worse:.4g} to {better:.4g}: the noise of single batches "
-        "counts as a plateau; give it a validation metric once per epoch",
+        f"ReduceLROnPlateau was given the loss of the single batch at each of {len(calls)} steps (from {metric.min():.3g} to "
+        f"{metric.max():.3g}) and lowered the rate {len(reduced)} times, every {apart:g} steps, from {first:.3g} to {last:.3g}: "
+        "the noise of batches counts as a plateau; give it a validation metric once per epoch",
         rows,
         rows.ends,
         observed=len(calls),
@@ -126,11 +123,20 @@ def _per_batch(rows: Rows, calls: list[dict[str, Any]]) -> Finding | None:
     )
 
 
-def _several_per_epoch(rows: Rows) -> bool:
-    """Whether an epoch has more than one step; where epochs were not seen, it is taken to."""
+def _raw(rows: Rows) -> bool:
+    """The metric is the step's own loss, and the batches differ (a step over all data has no noise)."""
+    metric, loss = rows["metric"], rows["loss"]
+    both = ~np.isnan(metric) & ~np.isnan(loss)
+    prints = rows["batch_fingerprint"][both]
+    same = np.isclose(metric[both], loss[both], rtol=1e-4, atol=0.0)
+    return bool(both.any() and same.mean() > 0.8 and len(np.unique(prints[~np.isnan(prints)])) != 1)
+
+
+def _steps_per_epoch(rows: Rows) -> float:
+    """Steps in the usual epoch; where epochs were not seen, as many as it takes to tell a trend from noise."""
     epochs = rows.windows("epoch")
     seen = epochs[~np.isnan(epochs)]
-    return not len(seen) or int(np.unique(seen, return_counts=True)[1].max()) > 1
+    return float(np.median(np.unique(seen, return_counts=True)[1])) if len(seen) else 30.0
 
 
 def _ranks_differ(label: str, ranks: dict[int, list[dict[str, Any]]]) -> Iterator[Finding]:
