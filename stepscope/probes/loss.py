@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 _LAST = "not the window's last row"
 
+_ROUNDING = 1e-3
+"""Weights of targets that add up to one may exceed it by this much: half-precision losses are divided in their own dtype."""
+
 
 class Loss(Probe):
     """Hooks the loss nodes of each backward (see `watch.lossgraph`) and weighs what arrives there."""
@@ -27,10 +30,11 @@ class Loss(Probe):
         Column("loss_weight_sum", "float64", "1", "sum of loss_weight over the window", _LAST),
         Column("loss_weight_used", "float64", "1", "the same over those micro-steps of the window whose gradient was still there at the step", _LAST),
         Column("loss_scaled", "float64", "loss", "the value that backward was called on: scaled and divided", "backward started from something other than one number"),
-        Column("num_items", "float64", "targets", "targets that counted in the loss (ignored ones left out)", "the loss does not tell"),
-        Column("target_weight", "float64", "1/targets", "weight of one target in backward, loss scale excluded", "the loss does not tell"),
+        Column("num_items", "float64", "targets", "targets that counted in the loss (ignored and masked ones left out)", "the loss does not tell"),
+        Column("target_weight", "float64", "1/targets", "weight of one target in backward, loss scale excluded", "the loss does not tell, or its targets weigh differently"),
+        Column("loss_divisor", "float64", "1", "product of the numbers that the loss was divided by on its way to the root", "it was divided by none"),
         Column("loss_reduction", "string", "", "mean, sum or none: how the loss was reduced over its targets", "unknown"),
-        Column("loss_kind", "string", "", "how the loss was found: targets (a loss node), composite, returned (by a module), reduction (a mean or sum in the script), root", "not found"),
+        Column("loss_kind", "string", "", "how the loss was found: targets (a loss node), composite, returned (by a module), reduction (a mean or sum in the script), custom (a function of the script's own), root (the value itself)", "not found"),
         Column("loss_terms", "int64", "terms", "losses found in the graph of this backward"),
         Column("loss_term_weights", "string", "1", "weight of each term found, loss scale excluded, JSON", "fewer than two terms"),
     )  # fmt: skip
@@ -50,10 +54,10 @@ class Loss(Probe):
             return
         output = event.output
         loss = _named(output, "loss")
-        if loss is None and _is_scalar(output):
-            loss = output
-        if loss is not None and _is_scalar(loss):
-            self._graph.returned(loss)
+        parts = output if isinstance(output, tuple | list) else [output if loss is None else loss]
+        for part in parts:
+            if _is_scalar(part):
+                self._graph.returned(part)
         aux = _named(output, "aux_loss")
         if aux is not None and hasattr(aux, "detach") and aux.numel() == 1:
             self._aux = aux.detach().clone().reshape(())
@@ -95,7 +99,7 @@ class Loss(Probe):
             cells["loss_scaled"] = float(root)
         terms = [t for t in cells.get("_terms") or [] if t["arrived"] is not None]
         for term in terms:
-            term["weight"] = _weight(term, scale)
+            _weigh(term, scale)
         self._describe(cells, terms, root, scale)
         self._sum(row, cells)
 
@@ -103,20 +107,22 @@ class Loss(Probe):
         if len(terms) > 1:
             from stepscope.store.jsonio import dumps
 
-            cells["loss_term_weights"] = dumps([round(t["weight"], 9) for t in terms])
+            cells["loss_term_weights"] = dumps([float(f"{t['weight']:.9g}") for t in terms])
         main = _main(terms)
         if main is None:
-            if not terms:
-                self.context.not_observed("loss_weight", "no loss node was found between the root of backward and the model")
+            reason = "several losses of different weight enter backward" if terms else "the graph shows no loss"
+            self.context.not_observed("loss_weight", reason)
             if root is not None:
                 cells["loss"], cells["loss_kind"] = float(root) / scale, "root"
             return
         cells["loss_weight"] = main["weight"]
         cells["loss_kind"], cells["loss_reduction"] = main["kind"], main["reduction"] or None
-        if main["count"] is not None:
-            cells["num_items"] = float(main["count"])
-            per_target = main["arrived"] / scale if main["reduction"] == "sum" else _ratio(main["weight"], float(main["count"]))
-            cells["target_weight"] = per_target
+        cells["num_items"], cells["target_weight"] = main["count"], main["target_weight"]
+        for column in ("num_items", "target_weight"):
+            if cells[column] is None:
+                self.context.not_observed(column, "the loss does not tell its targets, or weighs them differently")
+        if main["divisors"]:
+            cells["loss_divisor"] = math.prod(float(d) for d in main["divisors"])
         cells["loss"] = _value(main, terms, root, scale)
 
     def _sum(self, row: Row, cells: dict[str, Any]) -> None:
@@ -138,40 +144,73 @@ class Loss(Probe):
 
 
 def _raw(term: Term) -> dict[str, Any]:
+    """A term as cells: device scalars that travel to the host."""
+    over = term.over
     return {
         "kind": term.kind,
-        "reduction": term.reduction,
-        "count": term.count,
+        "reduction": over.reduction,
+        "count": over.count,
+        "mass": over.mass,
+        "per": over.per,
+        "uniform": over.uniform,
         "alone": term.alone,
         "value": term.value,
+        "divisors": list(term.divisors),
         "arrived": term.arrived,
         "counted": term.counted,
+        "least": term.least,
+        "most": term.most,
     }
 
 
-def _weight(term: dict[str, Any], scale: float) -> float:
-    """The weight of a term: what arrived for a mean; the sum over targets for a normalised sum.
+def _weigh(term: dict[str, Any], scale: float) -> None:
+    """Set the weight of a term, the number of its targets and the weight of one of them.
 
     A sum over targets is taken as normalised when the weights of its targets add up to no more than one (within
-    rounding): ``sum(losses) / tokens_of_the_window``. Otherwise it is a plain sum, whose weight is its factor.
+    rounding), as in ``sum(losses) / tokens_of_the_window``: its weight is then that sum, and else its factor.
     """
     arrived = float(term["arrived"]) / scale
-    if term["reduction"] == "sum" and term["kind"] == "targets" and term["count"]:
-        whole = arrived * float(term["count"])
-        if abs(whole) <= 1.0 + 1e-6:
-            term["normalised"] = True
-            return whole
-    return arrived
+    reduction = term["reduction"]
+    if term["counted"] is not None:
+        _weigh_elements(term, arrived, scale)
+        return
+    count, mass = _number(term["count"]), _number(term["mass"])
+    if reduction == "sum" and term["uniform"] is None and count not in [float(d) for d in term["divisors"]]:
+        count = mass = None  # a sum in the script, perhaps over elements that a mask deeper down has set to zero
+    whole = arrived * mass if reduction == "sum" and mass else math.inf
+    term["normalised"] = abs(whole) <= 1.0 + _ROUNDING
+    term["weight"] = whole if term["normalised"] else arrived
+    term["count"] = count
+    divide = _number(term["per"]) or mass if reduction == "mean" else 1.0
+    known = term["uniform"] is None or bool(term["uniform"])
+    term["target_weight"] = arrived / divide if known and divide and reduction and (count is None or count > 0) else None
+
+
+def _weigh_elements(term: dict[str, Any], arrived: float, scale: float) -> None:
+    """A loss that is not reduced: every target's own weight arrived."""
+    counted = float(term["counted"]) if math.isfinite(arrived) else None
+    least, most = _number(term["least"]), _number(term["most"])
+    term["count"] = counted
+    term["normalised"] = abs(arrived) <= 1.0 + _ROUNDING
+    average = arrived / counted if counted else None
+    term["weight"] = arrived if term["normalised"] or average is None else average
+    even = least is not None and most is not None and most - least <= 1e-3 * most and bool(term["uniform"])
+    even = even and average is not None and math.isclose(abs(average), (most or 0.0) / scale, rel_tol=1e-2)
+    term["target_weight"] = average if even else None
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _main(terms: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The term that stands for the loss; None where several are equally good and weigh differently."""
-    for kind in ("targets", "composite", "returned", "reduction"):
+    for kind in ("targets", "composite", "returned", "reduction", "custom"):
         chosen = [t for t in terms if t["kind"] == kind]
         if len(chosen) == 1:
             return chosen[0]
         if chosen and all(math.isclose(t["weight"], chosen[0]["weight"], rel_tol=1e-5) for t in chosen):
-            return {**chosen[0], "alone": False, "count": None, "value": None}
+            return {**chosen[0], "alone": False, "count": None, "target_weight": None, "value": None}
         if chosen:
             return None
     return None

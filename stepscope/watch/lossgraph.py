@@ -5,7 +5,7 @@ loss scale, sums of terms) to the nodes that compute a loss. A hook on such a no
 there: for a mean or sum loss one number, the product of everything that was multiplied in between. Divided by the loss
 scale it is the weight of that loss, however the script wrote it.
 
-No value is read here: what arrives stays on the device (`Term.arrived`), and `weigh` turns the numbers into weights
+No value is read here: what arrives stays on the device (`Term.arrived`), and `probes.loss` turns the numbers into weights
 later, on the host.
 """
 
@@ -17,22 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
-
-_LOSS_NODES = (
-    "NllLossBackward",
-    "NllLoss2DBackward",
-    "MseLossBackward",
-    "BinaryCrossEntropyBackward",
-    "BinaryCrossEntropyWithLogitsBackward",
-    "HuberLossBackward",
-    "SmoothL1LossBackward",
-    "SoftMarginLossBackward",
-    "MultiMarginLossBackward",
-    "MultilabelMarginLossBackward",
-    "MultilabelMarginLossForwardBackward",
+from stepscope.watch.lossnodes import (
+    Targets,
+    children_of,
+    describe,
+    divisor,
+    is_composite,
+    is_loss,
+    is_reduction,
+    name_of,
 )
-"""Nodes that compute a loss and save how they reduce it."""
 
 _PASS = (
     "MulBackward0", "DivBackward0", "NegBackward", "ToCopyBackward", "CopyBackwards", "CloneBackward", "AliasBackward",
@@ -47,6 +41,9 @@ _PASS = (
 _JOINS = ("AddBackward", "SubBackward", "StackBackward", "CatBackward")
 """Nodes where several terms meet: below them a term is not the root times a number."""
 
+_RANKS = {"targets": 3, "composite": 3, "reduction": 2, "returned": 2, "custom": 1}
+"""How well a kind of term is known. Terms that are known less well than the best are left out where they are many."""
+
 _MOST_NODES = 96
 """The walk ends here: what lies between a loss and the root is a handful of operations."""
 
@@ -57,25 +54,28 @@ class Term:
 
     Attributes:
         kind: ``targets`` (a loss node that knows its targets), ``composite`` (a loss that torch computes from parts, such
-            as one with label smoothing), ``returned`` (what a model or criterion returned) or ``reduction`` (a mean or
-            sum that the script wrote).
-        reduction: ``mean``, ``sum`` or ``none``; empty where unknown.
-        count: targets or elements that the loss is taken over (number or device scalar); None where unknown.
+            as one with label smoothing), ``returned`` (what a module returned), ``reduction`` (a mean or sum that the
+            script wrote) or ``custom`` (something else that the script multiplied, such as a function of its own).
+        over: what it is taken over.
         alone: the root is this loss times a number, with nothing added.
-        value: the loss itself where a module returned it, a device scalar; else None.
-        arrived: what arrived at the node: a device scalar, for ``none`` the sum over its elements.
-        counted: for ``none`` the number of elements at which something other than zero arrived.
         name: the node's name, for the report.
+        divisors: the numbers that it was divided by on the way to the root, outermost first; scalar tensors.
+        value: the loss itself where a module returned it, a device scalar; else None.
+        arrived: what arrived at the node: a device scalar, for several elements their sum.
+        counted: for several elements, how many received something other than zero.
+        least, most: the least and the largest magnitude among those.
     """
 
     kind: str
-    reduction: str
-    count: Any
+    over: Targets
     alone: bool
     name: str
+    divisors: tuple[Tensor, ...] = ()
     value: Tensor | None = None
     arrived: Tensor | None = None
     counted: Tensor | None = None
+    least: Tensor | None = None
+    most: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -93,6 +93,34 @@ class LossTerms:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+
+
+@dataclass(slots=True)
+class _Branch:
+    """A place that the walk has yet to look at, and what it passed on the way.
+
+    `fallback` is the outermost node that would do as the term of this branch, and its kind.
+    """
+
+    node: Any
+    alone: bool
+    divisors: tuple[Tensor, ...] = ()
+    fallback: tuple[Any, str] | None = None
+    fallback_alone: bool = False
+    fallback_divisors: tuple[Tensor, ...] = ()
+
+    def child(self, node: Any, *, alone: bool) -> _Branch:
+        """The same branch one node further down."""
+        return _Branch(node, alone, self.divisors, self.fallback, self.fallback_alone, self.fallback_divisors)
+
+    def suggest(self, kind: str) -> None:
+        """Let the node stand for the branch unless a better one is found below it."""
+        if self.fallback is None or (self.fallback[1] == "custom" and kind != "custom" and not self._product):
+            self.fallback, self.fallback_alone, self.fallback_divisors = (self.node, kind), self.alone, self.divisors
+
+    @property
+    def _product(self) -> bool:
+        return self.fallback is not None and len(children_of(self.fallback[0])) > 1
 
 
 class LossGraph:
@@ -120,61 +148,79 @@ class LossGraph:
     def find(self, roots: list[Tensor]) -> LossTerms:
         """The terms that lead to `roots`, with a hook on each node; call `LossTerms.release` after the backward."""
         found = LossTerms()
+        taken: dict[tuple[str, int], tuple[Any, Term]] = {}
         for root in roots:
             if root.grad_fn is not None:
-                self._walk(root.grad_fn, found, alone=len(roots) == 1)
+                self._walk(_Branch(root.grad_fn, alone=len(roots) == 1), found, taken)
+        best = max((_RANKS[term.kind] for _, term in taken.values()), default=0)
+        for node, term in taken.values():
+            if _RANKS[term.kind] > 1 or best <= 1:
+                self._hook(node, term, found)
         return found
 
-    def _walk(self, root: Any, found: LossTerms, *, alone: bool) -> None:
+    def _walk(self, root: _Branch, found: LossTerms, taken: dict[tuple[str, int], tuple[Any, Term]]) -> None:
         """Depth first from the root. Each branch carries the outermost node that would do as its term."""
-        stack: list[tuple[Any, Any, bool]] = [(root, None, alone)]
+        stack = [root]
         seen: set[tuple[str, int]] = set()
-        claimed: set[tuple[str, int]] = set()
-        fallbacks: list[tuple[Any, bool]] = []
+        ended: list[_Branch] = []
         while stack and found.nodes < _MOST_NODES:
-            node, fallback, single = stack.pop()
-            key = _key(node)
+            branch = stack.pop()
+            node, key = branch.node, _key(branch.node)
             if key in seen:
-                if fallback is not None:
-                    fallbacks.append(fallback)
+                ended.append(branch)
                 continue
             seen.add(key)
             found.nodes += 1
             if key in self._scaled:
                 found.scaled, found.scale = True, self._scaled[key]
-            if _is_loss(node):
-                self._take(node, _target_term(node, single), found)
-                if fallback is not None:
-                    claimed.add(_key(fallback[0]))
+            if is_loss(node) or is_composite(node):
+                kind = "targets" if is_loss(node) else "composite"
+                taken[key] = node, Term(kind, describe(node), branch.alone, name_of(node), branch.divisors)
+                if branch.fallback is not None:
+                    seen.add(_key(branch.fallback[0]))
+                    taken.setdefault(_key(branch.fallback[0]), taken[key])
                 continue
-            if _is_composite(node):
-                self._take(node, Term("composite", "mean", None, single, _name(node)), found)
-                if fallback is not None:
-                    claimed.add(_key(fallback[0]))
-                continue
-            if fallback is None and (key in self._returned or _is_reduction(node)):
-                fallback = (node, single)
-            children = [n for n, _ in node.next_functions if n is not None]
-            if not children or not _name(node).startswith(_PASS):
-                if fallback is not None:
-                    fallbacks.append(fallback)
-                continue
-            joined = _name(node).startswith(_JOINS) and len(children) > 1
-            both = _name(node) == "MulBackward0" and len(children) > 1
-            below = single and not joined and not both
-            stack.extend((child, fallback, below) for child in reversed(children))
-        for node, single in dict.fromkeys(fallbacks):
-            if _key(node) not in claimed:
-                claimed.add(_key(node))
-                self._take(node, self._fallback_term(node, single), found)
+            further = self._further(branch)
+            if not further:
+                ended.append(branch)
+            stack.extend(further)
+        for branch in ended:
+            self._settle(branch, taken)
 
-    def _fallback_term(self, node: Any, single: bool) -> Term:
-        known = self._returned.get(_key(node))
-        if known is not None:
-            return Term("returned", "", None, single, _name(node), value=known[0])
-        return _reduction_term(node, single)
+    def _further(self, branch: _Branch) -> list[_Branch]:
+        """The branches below a node that is no loss; empty where the way ends."""
+        node, name, below = branch.node, name_of(branch.node), children_of(branch.node)
+        if is_reduction(node):
+            branch.suggest("reduction")
+        elif _key(node) in self._returned:
+            branch.suggest("returned")
+        product = len(below) > 1 and name.startswith(("MulBackward0", "DivBackward0"))
+        ends = not below or not name.startswith(_PASS)
+        if product or (ends and name != "AccumulateGrad"):
+            branch.suggest("custom")
+        if ends:
+            return []
+        single = branch.alone and not product and not (name.startswith(_JOINS) and len(below) > 1)
+        by = divisor(node)
+        children = [branch.child(child, alone=single) for child in reversed(below)]
+        if by is not None:
+            for child in children:
+                child.divisors = (*child.divisors, by)
+        return children
 
-    def _take(self, node: Any, term: Term, found: LossTerms) -> None:
+    def _settle(self, branch: _Branch, taken: dict[tuple[str, int], tuple[Any, Term]]) -> None:
+        """A branch ended without a loss node: its fallback, if nothing below that was taken, is the term."""
+        if branch.fallback is None:
+            return
+        node, kind = branch.fallback
+        key = _key(node)
+        if key not in taken:
+            over = describe(node) if kind == "reduction" else Targets("")
+            taken[key] = node, Term(kind, over, branch.fallback_alone, name_of(node), branch.fallback_divisors)
+
+    def _hook(self, node: Any, term: Term, found: LossTerms) -> None:
+        if any(term is t for t in found.terms):
+            return
         known = self._returned.get(_key(node))
         place = 0
         if known is not None:
@@ -192,25 +238,38 @@ class _Arrival:
         self.term = term
         self.place = place
 
+    @torch.no_grad()
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         gradient = gradients[self.place] if self.place < len(gradients) else None
-        if gradient is None or self.term.arrived is not None:
+        term = self.term
+        if gradient is None or term.arrived is not None:
             return
         gradient = gradient.detach()
+        if gradient.numel() != 1 and term.kind == "custom":
+            return  # not a loss: some tensor on the way to one
         if gradient.dim():
-            self.term.counted = torch.count_nonzero(gradient)
-            gradient = gradient.sum(dtype=torch.float64 if gradient.dtype is torch.float64 else torch.float32)
-        self.term.arrived = gradient.clone()
+            _keep_elements(term, gradient)
+        else:
+            term.arrived = gradient.clone()
 
 
-def _name(node: Any) -> str:
-    return str(node.name()).rsplit("::", 1)[-1]
+def _keep_elements(term: Term, gradient: Tensor) -> None:
+    """Sum, count and range of what arrived at a loss that is not reduced."""
+    valid = term.over.valid
+    if valid is not None and valid.shape == gradient.shape:
+        gradient = torch.where(valid, gradient, 0)
+    size = gradient.abs()
+    term.arrived = gradient.sum(dtype=torch.float64 if gradient.dtype is torch.float64 else torch.float32)
+    term.counted = torch.count_nonzero(gradient)
+    if gradient.numel():
+        term.most = size.amax()
+        term.least = torch.where(size > 0, size, term.most).amin()
 
 
 def _key(node: Any) -> tuple[str, int]:
     """Name and sequence number identify a node of this thread without keeping it alive."""
     number = getattr(node, "_sequence_nr", None)
-    return (_name(node), number() if callable(number) else id(node))
+    return (name_of(node), number() if callable(number) else id(node))
 
 
 def _remember(book: dict[tuple[str, int], Any], key: tuple[str, int], value: Any) -> None:
@@ -218,53 +277,3 @@ def _remember(book: dict[tuple[str, int], Any], key: tuple[str, int], value: Any
     book[key] = value
     while len(book) > 64:
         del book[next(iter(book))]
-
-
-def _is_loss(node: Any) -> bool:
-    return _name(node).startswith(_LOSS_NODES)
-
-
-def _is_reduction(node: Any) -> bool:
-    return _name(node).startswith(("MeanBackward", "SumBackward"))
-
-
-def _is_composite(node: Any) -> bool:
-    """Whether torch itself built this from parts: its C++ code multiplies by plain numbers (``MulBackward1``), which
-    Python's operators never do. Label smoothing is a sum of two such parts, soft targets a quotient of one.
-    """
-    name = _name(node)
-    if name == "DivBackward1":
-        return True
-    children = [n for n, _ in node.next_functions if n is not None]
-    return name.startswith("AddBackward") and len(children) == 2 and all(_name(c) == "MulBackward1" for c in children)
-
-
-def _target_term(node: Any, single: bool) -> Term:
-    reduction = _REDUCTIONS.get(int(getattr(node, "_saved_reduction", -1)), "")
-    return Term("targets", reduction, _target_count(node, reduction), single, _name(node))
-
-
-def _target_count(node: Any, reduction: str) -> Any:
-    """How many targets count: for class targets those not ignored, else all elements."""
-    try:
-        if not _name(node).startswith("NllLoss"):
-            return int(node._saved_self.numel())
-        if reduction != "none" and getattr(node, "_saved_weight", None) is None:
-            return node._saved_total_weight.detach()
-        ignored = node._saved_ignore_index
-        ignored -= (1 << 64) if ignored >= (1 << 63) else 0
-        return (node._saved_target != ignored).sum()
-    except (RuntimeError, AttributeError):  # freed, or changed in place since: then it is not known
-        return None
-
-
-def _reduction_term(node: Any, single: bool) -> Term:
-    name = _name(node)
-    reduction = "mean" if name.startswith("MeanBackward") else "sum"
-    count: int | None = None
-    sizes = getattr(node, "_saved_self_sym_sizes", None)
-    if sizes is not None:
-        count = 1
-        for size in sizes:
-            count *= int(size)
-    return Term("reduction", reduction, count, single, name)
