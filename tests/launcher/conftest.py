@@ -59,6 +59,17 @@ def launched(tmp_path):
 
 
 @pytest.fixture
+def watched(tmp_path):
+    """``watched(kind, name, *args)``: the program under ``stepscope run``, its trace in the folder ``trace``."""
+
+    def watched(kind, name, *args):
+        options = ["--out", "trace", "--no-report", "--quiet", "--fail-on", "never"]
+        return run([sys.executable, "-m", "stepscope", "run", *options, *SWITCHES[kind], name, *args], tmp_path)
+
+    return watched
+
+
+@pytest.fixture
 def same(natively, launched):
     """Require the same exit code, stdout and stderr, byte for byte; return them for a look at what they say."""
 
