@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from stepscope.compare.align import Pair, cell, find_offset, tracks
 from stepscope.compare.context import before, notes, parameters
@@ -57,7 +58,7 @@ class Parting:
         micro_step: of the first run.
         track: process and optimizer, empty if there is one.
         values: in the first run and in the other; None where null, texts for texts.
-        difference: relative, infinite where only one is finite; None for texts.
+        difference: relative, infinite where only one is finite; None for counts, truth values and texts.
         tolerance: relative difference that was allowed.
         steps: micro-steps at which it differs.
     """
@@ -157,12 +158,8 @@ def _allowed(column: str, measured: float) -> float:
 
 def _parting(pair: Pair, column: str, allowed: float) -> Parting | None:
     """Where `column` first differs in a pair of tracks, None where it does not."""
-    fields = [run.tables["steps"].schema.field(column).type for run in pair.runs]
-    if any(pa.types.is_string(f) for f in fields):
-        apart, difference = _texts_apart(pair, column), None
-    else:
-        apart, differences = _numbers_apart(pair, column, 0.0 if _whole(fields) else allowed)
-        difference = differences
+    measured = any(pa.types.is_floating(run.tables["steps"].schema.field(column).type) for run in pair.runs)
+    apart, difference = _numbers_apart(pair, column, allowed) if measured else (_cells_apart(pair, column), None)
     places = np.flatnonzero(apart)
     if not len(places):
         return None
@@ -173,22 +170,21 @@ def _parting(pair: Pair, column: str, allowed: float) -> Parting | None:
         pair.label,
         (cell(pair, 0, column, at), cell(pair, 1, column, at)),
         None if difference is None else float(difference[at]),
-        0.0 if _whole(fields) else allowed,
+        allowed if measured else 0.0,
         len(places),
     )
 
 
-def _whole(fields: Sequence[pa.DataType]) -> bool:
-    """Whether values are counts, truth values or texts, which rounding does not touch."""
-    return not any(pa.types.is_floating(f) for f in fields)
-
-
-def _texts_apart(pair: Pair, column: str) -> npt.NDArray[np.bool_]:
-    a, b = (run.tables["steps"][column].take(pa.array(rows)) for run, rows in zip(pair.runs, pair.rows, strict=True))
-    return np.asarray(
-        a.combine_chunks().fill_null("").to_numpy(zero_copy_only=False)
-        != b.combine_chunks().fill_null("").to_numpy(zero_copy_only=False)
+def _cells_apart(pair: Pair, column: str) -> npt.NDArray[np.bool_]:
+    """Where counts, truth values or texts differ, which rounding does not touch; a null differs from every value."""
+    a, b = (
+        run.tables["steps"][column].combine_chunks().take(pa.array(rows))
+        for run, rows in zip(pair.runs, pair.rows, strict=True)
     )
+    if a.type != b.type:
+        a, b = a.cast(pa.string()), b.cast(pa.string())
+    nulls = pc.xor(a.is_null(), b.is_null())
+    return np.asarray(pc.or_(pc.fill_null(pc.not_equal(a, b), False), nulls).to_numpy(zero_copy_only=False))
 
 
 def _numbers_apart(pair: Pair, column: str, allowed: float) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:

@@ -52,10 +52,15 @@ def _decades(low: float, high: float, count: int) -> list[float]:
 def step_axis(chart: Chart) -> Axis:
     """The micro-steps in view, with half a step on either side."""
     if chart.zoom is not None:
-        return Axis(chart.zoom[0] - 0.5, chart.zoom[1] + 0.5)
+        return _around(*chart.zoom)
     ends = [int(s.x[i]) for s in chart.series if len(s.x) for i in (0, -1)]
     ends += [step for m in chart.marks for span in m.spans[:1] + m.spans[-1:] for step in span]
-    return Axis(min(ends, default=1) - 0.5, max(ends, default=1) + 0.5)
+    return _around(min(ends, default=1), max(ends, default=1))
+
+
+def _around(first: int, last: int) -> Axis:
+    room = 0.5 if last - first > 3 else 2.5
+    return Axis(first - room, last + room)
 
 
 def value_axis(chart: Chart, x: Axis) -> Axis:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import html
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import plotly.graph_objects as go
 
 from stepscope.render import heatmap
-from stepscope.render.axes import step_axis
+from stepscope.render.axes import step_axis, value_axis
 from stepscope.render.palette import HEAT, LIGHT, MARK_TOKENS, series_token
 from stepscope.render.words import number
 
@@ -40,6 +41,9 @@ def figure(chart: Chart, *, legend: bool = True) -> go.Figure:
     x = step_axis(chart)
     layout["xaxis"] |= {"range": [x.low, x.high], "title": {"text": "micro-step"}, "tickformat": ",d"}
     layout["yaxis"]["type"] = "log" if chart.log else "linear"
+    y = value_axis(chart, x)
+    if len({v for s in chart.series for v in (s.y.min(), s.y.max())}) == 1:
+        layout["yaxis"]["range"] = [math.log10(y.low), math.log10(y.high)] if chart.log else [y.low, y.high]
     layout["yaxis"]["domain"] = [strip + 0.02 if strip else 0, 1]
     if strip:
         lanes = [0.5, len(chart.marks) + 0.5]
@@ -150,7 +154,7 @@ def _layout(*, legend: bool) -> dict[str, Any]:
         "plot_bgcolor": LIGHT["page"],
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": LIGHT["text"]},
         "xaxis": dict(axis),
-        "yaxis": dict(axis),
+        "yaxis": axis | {"automargin": True},
     }
 
 

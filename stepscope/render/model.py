@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from stepscope.render.chart import Chart, Ints
     from stepscope.store.trace import Trace
 
+LONGEST_TITLE = 80
+
 RuleText = Callable[[str], Mapping[str, str]]
 """From a rule's name to its sections: heading -> text; empty for an unknown rule."""
 
@@ -116,7 +118,12 @@ def build_model(trace: Trace, outcomes: Sequence[Outcome], *, rule_text: RuleTex
     found = sorted_findings(outcomes)
     cited = _cited(found)
     last = int(rows.micro_step.max()) if len(rows) else 0
-    words = _Words(run_title(trace), complete=trace.whole, scope=_scope(rows), rule_text=rule_text)
+    words = _Words(
+        run_title(trace),
+        complete=trace.whole and not trace.meta.get("probes_off"),
+        scope=_scope(rows),
+        rule_text=rule_text,
+    )
     return replace(
         words.model(outcomes),
         banners=banners(trace),
@@ -191,10 +198,11 @@ def verdict(outcomes: Sequence[Outcome], *, complete: bool, scope: str = "") -> 
 def run_title(trace: Trace) -> str:
     """What ran, in a few words: the script or the command."""
     command = trace.meta.get("command")
-    name = trace.meta.get("script") or (" ".join(map(str, command)) if isinstance(command, list) else command)
-    if name:
-        return one_line(name)
-    return clean(trace.path.name) if trace.path is not None else "training run"
+    words = [str(word) for word in command] if isinstance(command, list) else [str(command or "")]
+    program = words[0].replace("\\", "/").rpartition("/")[2].replace("__main__.py", "stepscope")
+    folder = trace.path.name if trace.path is not None else "training run"
+    name = one_line(trace.meta.get("script") or " ".join([program, *words[1:]]) or folder)
+    return name if len(name) <= LONGEST_TITLE else f"{name[: LONGEST_TITLE - 1]}…"
 
 
 def installed_rule_text(name: str) -> Mapping[str, str]:

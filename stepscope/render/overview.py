@@ -22,7 +22,8 @@ FEW_TRACKS = 6
 
 def overview(rows: Rows, cited: Ints) -> tuple[Chart, ...]:
     """The overview charts of a run, each with a caption; those without data say why."""
-    return tuple(draw(plot, rows, cited) for plot in PLOTS)
+    whole = (int(rows.steps[0]), int(rows.steps[-1])) if len(rows) else None
+    return tuple(draw(plot, rows, cited, zoom=whole) for plot in PLOTS)
 
 
 def draw(
@@ -69,13 +70,24 @@ def _lines(lines: Sequence[Line], plot: Plot, rows: Rows) -> Iterable[tuple[str,
     tracks = rows.processes if plot.per == "micro-step" else rows.optimizers
     colour = 0
     for line in lines:
-        for column in rows.group_columns(line.column):
-            name = line.name if column == line.column else f"{line.name}, group {column.rpartition('/pg')[2]}"
+        for name, column in _groups(line, rows):
             for label, points in _tracks(column, tracks, rows):
                 if not len(points.x):
                     continue
                 yield f"{name} ({label})" if label else name, points, None if line.muted else colour, line.style
                 colour += not line.muted
+
+
+def _groups(line: Line, rows: Rows) -> Iterable[tuple[str, str]]:
+    """Legend and column of each parameter group; groups with the same values throughout share one line."""
+    alike: dict[bytes, list[str]] = {}
+    columns = rows.group_columns(line.column)
+    for column in columns:
+        alike.setdefault(rows.column(column)[0].tobytes(), []).append(column)
+    for same in alike.values():
+        numbers = [column.rpartition("/pg")[2] if "/pg" in column else "1" for column in same]
+        which = f", group {' and '.join(numbers)}".replace("group", "groups" if len(numbers) > 1 else "group")
+        yield line.name + (which if len(columns) > 1 else ""), same[0]
 
 
 def _tracks(column: str, tracks: Sequence[Track], rows: Rows) -> Iterable[tuple[str, Points]]:
@@ -127,7 +139,8 @@ def _marks(nonfinite: Ints, skipped: Ints, cited: Ints) -> tuple[Marks, ...]:
 
 
 def _caption(plot: Plot, rows: Rows, series: tuple[Series, ...]) -> str:
-    said = captions.caption(plot, rows)
+    first = plot.lines[0].column
+    said = captions.caption(plot, rows) if rows.has(first) else why_missing(rows, first)
     total = max(s.total for s in series)
     shown = max(len(s.x) for s in series)
     if shown < total:

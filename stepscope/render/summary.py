@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stepscope.render.words import clean, counted, grouped, number, one_line, share
+from stepscope.render.words import clean, grouped, number, one_line, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -148,9 +148,11 @@ def _limits(meta: dict[str, Any]) -> Iterable[str]:
         yield f"The table {table} was thinned while recording: {how}. Steps in between have no row there."
     for probe, reason in _pairs(meta.get("probes_off")):
         yield f"The probe {probe} was switched off: {reason}. Its columns are empty from then on."
-    unseen = _pairs(meta.get("not_observed"))
-    if unseen:
-        yield f"{counted(len(unseen), 'column')} not observed: " + "; ".join(f"{name} ({why})" for name, why in unseen)
+    by_reason: dict[str, list[str]] = {}
+    for column, reason in _pairs(meta.get("not_observed")):
+        by_reason.setdefault(reason, []).append(column)
+    for reason, columns in by_reason.items():
+        yield f"Not observed: {', '.join(columns)} ({reason})."
 
 
 def _pairs(value: Any) -> list[tuple[str, str]]:

@@ -210,8 +210,8 @@ def _evidence_plot(chart_id: str, columns: list[str], rows: Rows) -> Plot:
     lines = tuple(line for line in home.lines if line.column in bases or line.muted)
     declared = {c.name: c for c in rows.trace.columns["steps"]}
     if home.id.startswith("only-") and (column := declared.get(columns[0])) is not None:
-        reading = one_line(column.meaning)
-        return replace(home, id=chart_id, unit=one_line(column.unit or columns[0]), title=columns[0], reading=reading)
+        unit = f" [{column.unit}]" if column.unit not in ("", "1") else ""
+        return replace(home, id=chart_id, unit=one_line(column.meaning + unit), title=one_line(columns[0]))
     return replace(home, id=chart_id, lines=lines)
 
 

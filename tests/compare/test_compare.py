@@ -189,3 +189,13 @@ def test_reordering_a_float32_sum_stays_within_the_tolerance_and_a_float16_sum_d
     assert worst < allowed
     half = np.add.accumulate(terms.astype(np.float16))[-1]
     assert abs(float(half) - float(forward)) / float(forward) > allowed
+
+
+def test_large_counts_are_compared_exactly(factory):
+    """Fingerprints use all 64 bits; as float64 these two would be one number."""
+    trace = factory.make()
+    a = changed(trace, "num_items", 9, 2**60)
+    b = changed(trace, "num_items", 9, 2**60 + 1)
+    assert float(2**60) == float(2**60 + 1)
+    assert [p.values for p in compare(a, b, rtol=0.5).partings] == [(2**60, 2**60 + 1)]
+    assert compare(a, changed(trace, "num_items", 9, 2**60), exact=True).same

@@ -104,7 +104,7 @@ def test_what_limits_the_report_is_said_above_everything(build, factory):
         "The recording was cut off after micro-step 50",
         "The table params was thinned while recording",
         "The probe clip was switched off",
-        "1 column not observed",
+        "Not observed",
     ]
     soup = BeautifulSoup(render_html(model, plotly=PLOTLY), "html5lib")
     assert len(soup.find("main").find_all(class_="banner", recursive=False)) == 4
