@@ -141,8 +141,8 @@ class Census(Probe):
         """The summary as of now. Lists that are empty are left out."""
         models = [m for ref in self._models if (m := ref()) is not None]
         held = {id(h.parameter): h for number, m in enumerate(models) for h in _parameters(m, number)}
-        alive = [w for w in self._optimizers if w.optimizer is not None]
-        owned = {id(p) for w in alive for p in w.params}
+        alive = [w for w in self._optimizers if w.attempts and w.optimizer is not None]
+        owned = {id(p) for w in self._optimizers if w.optimizer is not None for p in w.params}
         self._ever |= owned
         self._fed |= {key for key, h in held.items() if h.parameter.grad is not None}
         self._find_suspects(held)
@@ -156,7 +156,7 @@ class Census(Probe):
                 _entry(w, p)
                 for w in alive
                 for p in w.params
-                if w.attempts and id(p) not in held and id(p) not in self._fed
+                if id(p) not in held and id(p) not in self._fed
             ],
             "fed_by_hand": [_shape(p) for w in alive for p in w.params if id(p) not in held and id(p) in self._fed],
             "cut_off": self._without_graph(held),

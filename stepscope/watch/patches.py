@@ -91,6 +91,12 @@ def around_tensors(name: str) -> Callable[[Original], Original]:
 _calling = threading.local()
 
 
+class Looks:
+    """How many more modules that run without gradients are to be told (``before_forward_without_gradients``), inner ones too."""
+
+    left = 0
+
+
 def _outermost(original: Original) -> Original:
     """A replacement for ``Module.__call__`` that tells ``after_forward`` of calls that are not inside another.
 
@@ -99,7 +105,12 @@ def _outermost(original: Original) -> Original:
 
     @functools.wraps(original)
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or getattr(_calling, "module", False):
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        if Looks.left and not torch.is_grad_enabled():
+            Looks.left -= 1
+            tell("before_forward_without_gradients", self)
+        if getattr(_calling, "module", False):
             return original(self, *args, **kwargs)
         _calling.module = True
         begin = time.perf_counter()

@@ -10,7 +10,7 @@ import torch
 from stepscope import events
 from stepscope.watch.leaves import cut_off
 from stepscope.watch.ledger import Micro, stamps, tensors
-from stepscope.watch.patches import Listener
+from stepscope.watch.patches import Listener, Looks
 
 if TYPE_CHECKING:
     from stepscope.watch.books import Books
@@ -29,7 +29,12 @@ class StepListener(Listener):
     def __init__(self, books: Books) -> None:
         self.books = books
         self._backward_began = 0.0
-        self._looks = _MOST_LOOKS
+        Looks.left = _MOST_LOOKS
+
+    def before_forward_without_gradients(self, module: Any) -> None:
+        """A module runs without gradients: in an evaluation, under a checkpoint, or under one that is cut off."""
+        if not self.books.backward_depth and cut_off():
+            self.books.sink(events.Called("", "ran_without_graph", None, {"module": module}))
 
     def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any, milliseconds: float) -> None:
         """The outermost call of a module ended; what a backward recomputes (checkpoints) is part of that backward."""
@@ -48,7 +53,7 @@ class StepListener(Listener):
         roots = tensors(args[0] if args else kwargs.get("tensors"))
         given = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
         self.books.micro_steps += 1
-        self._looks = _MOST_LOOKS if self.books.micro_steps < _LOOK_UNTIL else 0
+        Looks.left = _MOST_LOOKS if self.books.micro_steps < _LOOK_UNTIL else 0
         micro = Micro(self.books.micro_steps)
         micro.calls, self.books.pending_calls = [*self.books.pending_calls, "B"], []
         self.books.micro = micro
