@@ -9,12 +9,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.errors import StepscopeError
+from stepscope.errors import FAIL_ON, StepscopeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-FAIL_ON = ("error", "warning", "notice", "never")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,9 @@ def parse_declarations(pairs: Iterable[str]) -> dict[str, Any]:
     for pair in pairs:
         key, separator, value = pair.partition("=")
         if not separator or not key.strip():
-            raise StepscopeError(f"--declare {pair!r} is not of the form key=value", hint="for example accumulation_steps=4")
+            raise StepscopeError(
+                f"--declare {pair!r} is not of the form key=value", hint="for example accumulation_steps=4"
+            )
         try:
             out[key.strip()] = json.loads(value)
         except ValueError:

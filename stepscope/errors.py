@@ -7,6 +7,9 @@ EXIT_FINDINGS = 1
 EXIT_COULD_NOT_RUN = 2
 EXIT_INTERRUPTED = 130
 
+FAIL_ON = ("error", "warning", "notice", "never")
+"""Least severity of a finding that ends in `EXIT_FINDINGS`."""
+
 
 class StepscopeError(Exception):
     """A mistake in the input or the environment that one line can explain.

@@ -7,12 +7,13 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from stepscope import probes
-from stepscope.events import BackwardBegin, Event, Forward, handler_name
+from stepscope.events import Attempt, BackwardBegin, Event, Forward, handler_name
 from stepscope.probes.base import Context, Probe, Settings
 from stepscope.probes.transfer import Transfer
 from stepscope.schema import EVENT_COLUMNS, KEYS, Column
 from stepscope.store.jsonio import dumps
 from stepscope.watch import measure
+from stepscope.watch.ledger import plain_settings
 from stepscope.watch.naming import Names
 from stepscope.watch.watcher import Watcher
 
@@ -147,7 +148,7 @@ class Recorder:
     def _write_meta(self, status: str) -> None:
         self.meta["status"] = status
         self.meta["micro_steps"] = self.watcher.micro_steps
-        self.meta["optimizers"] = [_describe(w) for w in self.watcher.optimizers.values() if w.label]
+        self.meta["optimizers"] = [_describe(w) for w in self.watcher.all_optimizers]
         self.meta["bytes_written"] = self.store.bytes_written
         self.store.write_meta(self.meta)
 
@@ -157,7 +158,7 @@ class Recorder:
         if not self._recording:
             return
         kind = type(event)
-        if kind is Forward and event.training and any(True for _ in event.module.parameters()):
+        if isinstance(event, Forward) and event.training and next(event.module.parameters(), None) is not None:
             self.names.add_model(event.module)
         if kind is BackwardBegin:
             self._begin_backward()
@@ -169,6 +170,8 @@ class Recorder:
         for probe, handler in handlers:
             if probe not in self._off:
                 self._guarded(probe, handler, event)
+        if isinstance(event, Attempt) and event.row is not None and self._due(event.row.global_step):
+            event.row.params = self._described(event.optimizer)
         if kind is BackwardBegin:
             self._tell_each(
                 "on_watched_begin", [w for w in self.watcher.optimizers.values() if w.optimizer is not None]
@@ -267,11 +270,8 @@ class Recorder:
 
     def _param_rows(self, row: Row, cells: dict[str, Any]) -> list[dict[str, Any]]:
         """The rows of the table of parameters that belong to an attempt."""
-        watched = row.optimizer
-        if watched is None or not row.attempted or not self._due(row.global_step):
-            return []
         out = []
-        for place, fixed in enumerate(self._fixed(watched)):
+        for place, fixed in enumerate(row.params):
             found: dict[str, Any] = {}
             for probe in self._probes:
                 method = getattr(probe, "param_cells", None)
@@ -285,9 +285,13 @@ class Recorder:
     def _due(self, attempt: int) -> bool:
         return self._probes[0].context.detailed(attempt)
 
-    def _fixed(self, watched: WatchedOptimizer) -> list[dict[str, Any]]:
+    def _described(self, watched: WatchedOptimizer) -> list[dict[str, Any]]:
+        """What the table says of an optimizer's parameters whatever the step: as they are now, for both may go."""
+        key = (watched.layout, tuple((p.shape, p.dtype) for p in watched.params))
+        if watched.described is not None and watched.described[0] == key:
+            return watched.described[1]
         groups = {id(p): n for n, g in enumerate(watched.groups, start=1) for p in g["params"]}
-        return [
+        described = [
             {
                 "optimizer": watched.label,
                 "param": name,
@@ -297,20 +301,17 @@ class Recorder:
             }
             for name, p in zip(self.names.of(watched), watched.params, strict=True)
         ]
+        watched.described = (key, described)
+        return described
 
 
 def _describe(watched: WatchedOptimizer) -> dict[str, Any]:
     """What meta.json says of an optimizer."""
-    optimizer = watched.optimizer
-    groups = [
-        {k: v for k, v in g.items() if isinstance(v, int | float | bool | str)} | {"params": len(g["params"])}
-        for g in watched.groups
-    ]
-    fused = bool(optimizer is not None and optimizer.defaults.get("fused"))
+    groups = plain_settings(watched.groups) or watched.settings
     return {
         "name": watched.label,
         "class": watched.kind,
-        "fused": fused,
+        "fused": any(bool(g.get("fused")) for g in groups),
         "groups": groups,
         "attempts": watched.attempts,
     }

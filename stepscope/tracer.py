@@ -234,4 +234,5 @@ def _as_loss(output: Any) -> Tensor:
     if not hasattr(loss, "backward") or loss.numel() != 1:
         shown = f"a tensor of shape {tuple(loss.shape)}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
         raise StepscopeError(f"the model returned {shown}, not a loss", hint="give loss_fn=lambda model, batch: ...")
-    return loss.reshape(())
+    scalar: Tensor = loss.reshape(())
+    return scalar

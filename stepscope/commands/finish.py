@@ -61,7 +61,7 @@ def exit_code(outcomes: Sequence[Outcome], fail_on: str) -> int:
 
     if fail_on == "never":
         return EXIT_CLEAN
-    loud = SEVERITIES[: SEVERITIES.index(fail_on) + 1]  # type: ignore[arg-type]
+    loud = SEVERITIES[: SEVERITIES.index(fail_on) + 1]
     return EXIT_FINDINGS if any(f.severity in loud for o in outcomes for f in o.findings) else EXIT_CLEAN
 
 

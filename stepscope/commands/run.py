@@ -10,7 +10,7 @@ import typer
 
 from stepscope.commands.finish import finish
 from stepscope.commands.processes import Processes, this_process, undisturbed
-from stepscope.errors import StepscopeError
+from stepscope.errors import FAIL_ON, StepscopeError
 
 if TYPE_CHECKING:
     from stepscope.watch.launcher import Exit, Target
@@ -61,7 +61,7 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")] = False,
 ) -> int:
     """Run the script under watch, then judge."""
-    from stepscope.config import FAIL_ON, load_config, parse_declarations
+    from stepscope.config import load_config, parse_declarations
 
     config = load_config()
     target = _target(module, code, context.args)

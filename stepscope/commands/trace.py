@@ -77,13 +77,14 @@ def _run(config: TraceConfig) -> int:
     declared = {**settings.declare, "accumulation_steps": config.accumulation_steps}
     live = Live(config.optimizer_steps or 0, quiet=config.quiet)
     out = Path(config.out)
-    options = {
-        "force": config.force,
-        "every": config.every,
-        "on_rows": live.rows,
-        "meta": {"kind": "trace", "command": ["stepscope", *sys.argv[1:]]},
-    }
-    watching = Watching(out=out, declare=declared, **options)
+    watching = Watching(
+        out=out,
+        declare=declared,
+        force=config.force,
+        every=config.every,
+        on_rows=live.rows,
+        meta={"kind": "trace", "command": ["stepscope", *sys.argv[1:]]},
+    )
     with live, watching:  # before anything is built: the reference is watched as a stranger's script would be
         try:
             prepared = prepare(config)

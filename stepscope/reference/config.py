@@ -10,13 +10,12 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from stepscope.errors import StepscopeError
+from stepscope.errors import FAIL_ON, StepscopeError
 from stepscope.reference.schedules import SCHEDULES
 
 SCHEDULE_NAMES = tuple(SCHEDULES)
 DTYPES = ("float32", "bfloat16", "float16")
 TAILS = ("right", "minimind")
-FAIL_ON = ("error", "warning", "notice", "never")
 DEFAULT_OPTIMIZER_STEPS = 6
 """Length of a run that names neither steps nor epochs: a few windows, enough to look at."""
 

@@ -120,14 +120,19 @@ def read_segments(folder: Path, rank: int, table: Table) -> tuple[pa.Table | Non
 
 
 def _read_stream(path: Path) -> tuple[pa.Table | None, bool]:
-    """The complete batches of one stream, and whether its end mark was there."""
-    data = path.read_bytes()
+    """The complete batches of one stream, and whether its end mark was there.
+
+    The file is mapped, not read: a long trace costs the memory of the columns that are looked at.
+    """
+    if path.stat().st_size == 0:  # nothing to map
+        return None, False
+    source = pa.memory_map(str(path))
     batches: list[pa.RecordBatch] = []
     try:
-        reader = pa.ipc.open_stream(pa.BufferReader(data))
+        reader = pa.ipc.open_stream(source)
     except (pa.ArrowInvalid, OSError):
         return None, False
-    ended = data.endswith(_END_OF_STREAM)
+    ended = _has_end_mark(path)
     while True:
         try:
             batches.append(reader.read_next_batch())
@@ -137,6 +142,12 @@ def _read_stream(path: Path) -> tuple[pa.Table | None, bool]:
             ended = False
             break
     return pa.Table.from_batches(batches, schema=reader.schema), ended
+
+
+def _has_end_mark(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-min(len(_END_OF_STREAM), path.stat().st_size), 2)
+        return file.read() == _END_OF_STREAM
 
 
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"

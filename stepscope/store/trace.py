@@ -161,7 +161,7 @@ class Trace:
         return dict(_notebook().figures(self))
 
     def _repr_html_(self) -> str:
-        return str(_notebook().trace_html(self))
+        return str(_notebook().summary_html(self))
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
