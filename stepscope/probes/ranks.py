@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ class Ranks(Probe):
         Column("ddp_bypassed", "bool", "", "a module wrapped in DDP was called directly, not through its wrapper", _NO_DDP),
         Column("all_reduce_calls", "int64", "calls", "all_reduce calls of the script between this backward and the next"),
         Column("reduced_norm", "float64", "1", "L2 norm of the tensors that the script all-reduced between this backward and the step, where they are as large as the gradients together", "nothing of the gradients' size was reduced by hand, or without waiting for it"),
+        Column("given_norm", "float64", "1", "L2 norm of the same tensors as they were given to the reduction", "as reduced_norm"),
         Column("reduced_mean", "bool", "", "that reduction averaged by itself (ReduceOp.AVG)", "as reduced_norm"),
     )  # fmt: skip
 
@@ -35,7 +37,8 @@ class Ranks(Probe):
         self._sync: bool | None = None
         self._bypassed: bool | None = None
         self._rows: list[Row] = []
-        self._reduced: list[tuple[Any, int, bool]] = []
+        self._reduced: list[tuple[Any, Any, int, bool]] = []
+        self._given: Any = None
         self._moved = False
         self._looks = 0
 
@@ -85,32 +88,42 @@ class Ranks(Probe):
 
     def on_called(self, event: events.Called) -> None:
         """A reduction by hand. What it gave is measured at once, unless it has only been started."""
-        if event.name != "all_reduce":
-            return
+        if event.name == "all_reduce_begin":
+            self._given = self._norm(event.detail["tensor"])
+        elif event.name == "all_reduce":
+            self._reduction(event.detail)
+
+    def _norm(self, tensor: Any) -> Any:
+        """The norm of a tensor that may hold gradients on their way to a step, None for any other."""
+        if not hasattr(tensor, "numel") or not tensor.is_floating_point() or all(r.attempted for r in self._rows):
+            return None
+        return self.context.measure.norms([tensor])[0]
+
+    def _reduction(self, detail: dict[str, Any]) -> None:
         for row in self._rows:
             row.count("all_reduce_calls")
-        detail: dict[str, Any] = event.detail
         tensor: Any = detail.get("tensor")
-        if detail.get("async_op") or not hasattr(tensor, "numel") or not tensor.is_floating_point():
-            return
-        if all(row.attempted for row in self._rows):
-            return
-        mean = "AVG" in str(detail.get("op"))
-        self._reduced.append((self.context.measure.norms([tensor])[0], int(tensor.numel()), mean))
+        given, self._given = self._given, None
+        if given is not None and not detail.get("async_op"):
+            mean = "AVG" in str(detail.get("op"))
+            self._reduced.append((given, self._norm(tensor), int(tensor.numel()), mean))
 
     def on_step_begin(self, event: events.StepBegin) -> None:
         """The reductions were for this step if they cover its gradients."""
         if event.row is None or not self._reduced:
             return
         size = sum(p.grad.numel() for p in event.optimizer.params if p.grad is not None)
-        chosen = [r for r in self._reduced if r[1] > 1] if sum(r[1] for r in self._reduced) != size else self._reduced
-        if sum(r[1] for r in chosen) == size:
-            event.row.cells["_reduced"] = [norm for norm, _, _ in chosen]
-            event.row.cells["reduced_mean"] = all(mean for _, _, mean in chosen)
+        chosen = self._reduced
+        if sum(r[2] for r in chosen) != size:  # counts of targets and the like were reduced too
+            chosen = [r for r in chosen if r[2] > 1]
+        if sum(r[2] for r in chosen) == size:
+            event.row.cells["_given"] = [r[0] for r in chosen]
+            event.row.cells["_reduced"] = [r[1] for r in chosen]
+            event.row.cells["reduced_mean"] = all(r[3] for r in chosen)
 
     def resolve(self, row: Row, cells: dict[str, Any]) -> None:
-        """The norm of all that was reduced together, without the loss scale that it carried."""
-        parts = cells.get("_reduced")
-        if parts:
-            scale = cells.get("loss_scale_before") if cells.get("_scaled") else None
-            cells["reduced_norm"] = sum(float(p) ** 2 for p in parts) ** 0.5 / (scale or 1.0)
+        """The norms of all that was reduced together, without the loss scale that it carried."""
+        scale = (cells.get("loss_scale_before") if cells.get("_scaled") else None) or 1.0
+        for column, raw in (("reduced_norm", "_reduced"), ("given_norm", "_given")):
+            if cells.get(raw):
+                cells[column] = math.hypot(*map(float, cells[raw])) / scale

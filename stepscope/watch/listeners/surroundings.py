@@ -51,6 +51,11 @@ class SurroundingsListener(Listener):
         self.books.everywhere("E")
         self.books.sink(events.Called("E", "average_updated", None, {"average": type(args[0]).__name__}))
 
+    def before_all_reduce(self, args: Any, kwargs: Any) -> None:
+        """A tensor is about to be summed over ranks by hand."""
+        tensor = args[0] if args else kwargs.get("tensor")
+        self.books.sink(events.Called("", "all_reduce_begin", None, {"tensor": tensor}))
+
     def after_all_reduce(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """A tensor was summed over ranks by hand."""
         given = dict(zip(("tensor", "op", "group", "async_op"), args, strict=False)) | kwargs
