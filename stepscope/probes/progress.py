@@ -60,6 +60,7 @@ class Progress(Probe):
         self._epoch: int | None = None
         self._sizes: dict[int, Counter[int]] = {}
         self._applied: Counter[int] = Counter()
+        self._rowless: dict[int, list[Any]] = {}
         self._versions: dict[int, int] = {}
         self._now: dict[int, int] = {}
         self._begun = 0
@@ -89,6 +90,7 @@ class Progress(Probe):
         """Versions that grew since the backward before tell that parameters were written to."""
         for row in event.rows:
             key = per_optimizer(row)
+            self._add_rowless(row)
             if key in self._now:
                 if key in self._versions:
                     row.cells["params_moved"] = self._now[key] != self._versions[key]
@@ -111,8 +113,17 @@ class Progress(Probe):
         """An attempt without a backward has no row of its own: it becomes an event."""
         if event.row is not None:
             event.row.cells["attempted_at"] = self._begun
+            self._add_rowless(event.row)
         else:
+            found = event.found_inf if event.found_inf is not None else not event.ran
+            self._rowless.setdefault(event.optimizer.index, []).append(found)
             self.context.note("step_without_backward", event.optimizer, {"attempt": event.optimizer.attempts})
+
+    def _add_rowless(self, row: Row) -> None:
+        """Attempts without a row count in the next one."""
+        skipped = self._rowless.pop(per_optimizer(row), None)
+        if skipped:
+            row.cells["_rowless"] = [*row.cells.get("_rowless", []), *skipped]
 
     def resolve(self, row: Row, cells: dict[str, Any]) -> None:
         """Fill in counts that depend on the rows before."""
@@ -123,6 +134,7 @@ class Progress(Probe):
         cells["global_step"] = row.global_step
         cells["sync_gradients"] = row.attempted
         cells["calls"] = "".join(row.calls)
+        self._applied[key] += sum(not skipped for skipped in cells.get("_rowless", ()))
         if row.attempted:
             if not cells.get("step_skipped"):
                 self._applied[key] += 1

@@ -29,6 +29,7 @@ class Books:
 
     Attributes:
         optimizers: the watched optimizers by id.
+        gone: the books of optimizers that no longer exist, as far as that has been noticed.
         micro_steps: backward passes begun.
         micro: the backward pass under way, or the last one.
         orphans: rows of backward passes whose gradients no optimizer has claimed.
@@ -47,6 +48,7 @@ class Books:
         self.sink = sink
         self.seal = seal
         self.optimizers: dict[int, WatchedOptimizer] = {}
+        self.gone: list[WatchedOptimizer] = []
         self.micro_steps = 0
         self.micro: Micro | None = None
         self.orphans: list[Row] = []
@@ -66,11 +68,20 @@ class Books:
             return None
         if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "param_groups"):
             return None
-        if known is not None and known.row is not None:  # another object at the address of one that is gone
-            self.seal(known.row)
+        self._retire()
         self.optimizers[id(optimizer)] = book = WatchedOptimizer(optimizer, self._seen)
         self._seen += 1
         return book
+
+    def _retire(self) -> None:
+        """Close the books of optimizers that are gone: another object may have got the address of one."""
+        for key, book in list(self.optimizers.items()):
+            if book.optimizer is None:
+                self.gone.append(self.optimizers.pop(key))
+                book.stamps, book.before, book.described = [], [], None
+                if book.row is not None:
+                    self.seal(book.row)
+                    book.row = None
 
     def of_scheduler(self, scheduler: Any) -> WatchedOptimizer | None:
         """The book of the optimizer that a scheduler writes to, None where that one is not watched."""

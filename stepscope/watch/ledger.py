@@ -32,6 +32,8 @@ class Row:
         calls: letters of the calls from this backward to the next of the same optimizer.
         attempted: an optimizer step was attempted after this micro-step.
         received: the parameters that received a gradient in it, by position in the optimizer.
+        params: name, group, shape and dtype of the optimizer's parameters at the attempt, where the table of parameters
+            is to have them.
     """
 
     micro: Micro
@@ -43,6 +45,7 @@ class Row:
     attempted: bool = False
     left: bool = False
     received: list[int] = field(default_factory=list)
+    params: list[dict[str, Any]] = field(default_factory=list)
 
     def count(self, column: str) -> None:
         """Add one to a counter cell."""
@@ -55,6 +58,11 @@ class WatchedOptimizer:
     Args:
         optimizer: the optimizer; held weakly, since watching must not keep it alive.
         index: order of first sight, from 0.
+
+    Attributes:
+        settings: the plain settings of its groups when their parameters last changed; they outlive the optimizer.
+        layout: ids of its parameters, group by group.
+        described: what the table of parameters says of each of them, and what it was made from.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, index: int) -> None:
@@ -69,7 +77,9 @@ class WatchedOptimizer:
         self.stamps: list[Stamp] = []
         self.params: list[torch.Tensor] = []
         self.before: list[Stamp] = []
-        self._layout: tuple[int, ...] = ()
+        self.settings: list[dict[str, Any]] = []
+        self.layout: tuple[int, ...] = ()
+        self.described: tuple[Any, list[dict[str, Any]]] | None = None
         self.refresh()
 
     @property
@@ -87,9 +97,10 @@ class WatchedOptimizer:
         """Take note of parameters that were added or replaced; True if there were any."""
         groups = self.groups
         layout = tuple(id(p) for g in groups for p in g["params"])
-        if layout == self._layout:
+        if layout == self.layout:
             return False
-        self._layout = layout
+        self.layout = layout
+        self.settings = plain_settings(groups)
         self.params = list({id(p): p for g in groups for p in g["params"]}.values())
         self.stamps = stamps(self.params)
         return True
@@ -122,6 +133,14 @@ A write through ``.data`` leaves no trace here, so equal stamps are a hint and n
 def stamps(params: list[torch.Tensor]) -> list[Stamp]:
     """The stamps of the gradients of `params`."""
     return [None if (g := p.grad) is None else (id(g), g._version) for p in params]
+
+
+def plain_settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What can be written down of each parameter group, and the number of its parameters."""
+    return [
+        {k: v for k, v in g.items() if isinstance(v, int | float | bool | str)} | {"params": len(g["params"])}
+        for g in groups
+    ]
 
 
 def rates(optimizer: Any) -> list[Any]:

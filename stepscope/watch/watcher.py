@@ -46,6 +46,11 @@ class Watcher:
         return self.books.optimizers
 
     @property
+    def all_optimizers(self) -> list[WatchedOptimizer]:
+        """Those and the ones that are gone, in the order in which they were first seen."""
+        return sorted((*self.books.gone, *self.books.optimizers.values()), key=lambda w: w.index)
+
+    @property
     def micro_steps(self) -> int:
         """Backward passes begun."""
         return self.books.micro_steps
