@@ -159,12 +159,20 @@ def _judge(
         }
         for a, b in zip(whole, resumed, strict=True)
     ]
-    details: dict[str, Any] = {"rows": rows, "dropped": drop, "saved_after": half}
+    lines = [_row_line(row) for row in rows[:4]]
+    details: dict[str, Any] = {"rows": rows, "dropped": drop, "saved_after": half, "lines": lines}
     first = next((row for row in rows if not row["same_parameters"]), None)
     if not found and first is None:
         without = f" even without {drop}" if drop else ""
         return outcome(CODE, NAME, [], f"bit-identical{without}: {len(rows)} steps after a resume at {half}", **details)
     return outcome(CODE, NAME, [_finding(found, first, drop, rows)], _summary(first, drop), **details)
+
+
+def _row_line(row: dict[str, Any]) -> str:
+    same = "same parameters" if row["same_parameters"] else "other parameters"
+    return (
+        f"  step {row['step']}: loss {row['loss_whole']:.6f} whole, {row['loss_resumed']:.6f} resumed, {same} after it"
+    )
 
 
 def _summary(first: dict[str, Any] | None, drop: str) -> str:

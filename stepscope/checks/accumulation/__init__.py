@@ -116,6 +116,8 @@ def _details(
     findings: list[Finding],
 ) -> dict[str, Any]:
     verdict = _verdict(evidence, working)
+    rows = [_float64_row(evidence), *(_row(result) for result in working)]
+    step = after_step(laboratory, evidence)
     masks = f"{laboratory.dropout_calls} masks replaced by their mean" if laboratory.dropout_calls else "none"
     return {
         "verdict": verdict,
@@ -123,9 +125,10 @@ def _details(
         "window": evidence.own or "window() of the target",
         "accumulation_steps": settings.accumulation_steps,
         "dropout": "kept" if settings.keep_dropout else masks,
-        "dtypes": [_float64_row(evidence), *(_row(result) for result in working)],
+        "dtypes": rows,
+        "lines": [f"  {line}" for line in (*map(_dtype_line, rows), _step_line(step))],
         "weights": diagnosis.weight_table(evidence, evidence.used),
-        "after_step": after_step(laboratory, evidence),
+        "after_step": step,
     }
 
 
@@ -163,6 +166,17 @@ def _row(result: WorkingResult) -> dict[str, Any]:
     }
 
 
+def _dtype_line(row: dict[str, Any]) -> str:
+    if row["difference"] is None:
+        return f"{row['dtype']:<9}not run: {row['reason']}"
+    limit = "" if row["bound"] is None else f"  bound {row['bound']:.1e}"
+    return f"{row['dtype']:<9}difference {row['difference']:.1e}{limit}  {row['verdict']}"
+
+
+def _step_line(step: dict[str, Any]) -> str:
+    return f"parameters after one step of {step['optimizer']}: {step['difference']:.1e} of the step apart"
+
+
 def after_step(laboratory: Laboratory, evidence: Evidence) -> dict[str, Any]:
     """How far the parameters are apart after one optimizer step with either gradient, in float64.
 
@@ -174,7 +188,7 @@ def after_step(laboratory: Laboratory, evidence: Evidence) -> dict[str, Any]:
     window = laboratory.parameters_after_step(evidence.accumulated)
     make = laboratory.experiment.optimizer
     return {
-        "optimizer": "the target's" if make else "AdamW",
+        "optimizer": "the target's optimizer" if make else "AdamW",
         "difference": relative(window - large, large - start),
         "largest": float((window - large).abs().max()),
     }

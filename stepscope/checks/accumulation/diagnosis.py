@@ -77,7 +77,8 @@ def coupling_finding(evidence: Evidence, laboratory: Laboratory) -> Finding:
     named = coupling.describe(laboratory.model, evidence.modules)
     share = 100 * max(evidence.coupled.values())
     if evidence.modules:
-        cause = f"{named} sees the other rows of its batch, so micro-batches cannot add up to the large batch"
+        verb = "sees" if len(evidence.modules) == 1 else "see"
+        cause = f"{named} {verb} the other rows of a batch, so micro-batches cannot add up to the large batch"
     else:
         terms = ", ".join(evidence.coupled)
         cause = f"the loss ({terms}) compares the rows of its batch with each other, so micro-batches cannot add up"

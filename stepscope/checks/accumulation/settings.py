@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from stepscope.checks.precision import WORKING, working_precisions
 from stepscope.errors import StepscopeError
 
 Normalisation = Literal["auto", "mean", "sum", "targets"]
+
+
+def normalisation_named(name: str) -> Normalisation:
+    """The normalisation of that name.
+
+    Raises:
+        StepscopeError: there is none.
+    """
+    for known in get_args(Normalisation):
+        if name == known:
+            return cast("Normalisation", known)
+    raise StepscopeError(f"unknown normalisation {name!r}", hint=f"one of {', '.join(get_args(Normalisation))}")
 
 
 @dataclass(frozen=True)
@@ -45,9 +57,7 @@ class Settings:
                 f"a tail of {self.tail} micro-batches does not fit",
                 hint=f"it must be shorter than a window of {self.accumulation_steps}",
             )
-        if self.normalisation not in get_args(Normalisation):
-            choices = ", ".join(get_args(Normalisation))
-            raise StepscopeError(f"unknown normalisation {self.normalisation!r}", hint=f"one of {choices}")
+        normalisation_named(self.normalisation)
         working_precisions(self.dtypes)
 
     @property
