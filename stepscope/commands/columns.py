@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepscope.errors import EXIT_CLEAN, StepscopeError
-from stepscope.schema import EVENT_COLUMNS, KEYS, TABLES, Column
+from stepscope.schema import EVENT_COLUMNS, TABLES, Column
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from stepscope.schema import Table
 
 
@@ -37,16 +35,11 @@ def columns(
 
 
 def declared(table: Table) -> tuple[Column, ...]:
-    """The columns of a table: keys first, then those of each probe in order."""
-    if table == "events":
-        return EVENT_COLUMNS
-    import importlib
+    """The columns of a table, in the order in which they are recorded."""
+    from stepscope.recorder import param_columns, step_columns
 
-    known = {column.name: column for column in KEYS}
-    for probe in getattr(importlib.import_module("stepscope.probes"), "ALL", ()):
-        found: Iterable[Column] = getattr(probe, "columns" if table == "steps" else "param_columns", ())
-        known |= {column.name: column for column in found if column.name not in known}
-    return tuple(known.values())
+    made = {"steps": step_columns, "params": param_columns, "events": lambda: EVENT_COLUMNS}
+    return tuple(made[table]())
 
 
 def _json(chosen: dict[Table, tuple[Column, ...]]) -> str:

@@ -115,16 +115,21 @@ def test_dragging_in_one_chart_zooms_all(open_page):
 
 
 def test_link_to_a_step_zooms_all_charts_to_it(open_page):
+    tab = open_page("#fig-loss")
+    tab.wait_for_selector("#fig-lr .live .main-svg")
     for step in (20, 33):
-        tab = open_page(f"#step-{step}")
-        draw_all(tab)
+        tab.evaluate("(step) => { location.hash = `step-${step}`; }", step)
+        tab.wait_for_selector("#unzoom:not([hidden])")
+        tab.wait_for_function(
+            "(low) => document.querySelector('#fig-loss .live').layout.xaxis.range[0] === low", arg=step - 6
+        )
         assert {tuple(r) for r in ranges(tab).values()} == {(step - 6, step + 6)}
 
 
 def test_link_to_a_finding_shows_it_and_zooms_to_its_steps(open_page):
     tab = open_page("#ACC101")
+    tab.wait_for_selector("#fig-ACC101-1 .live .main-svg")
     assert abs(tab.evaluate("document.querySelector('#ACC101').getBoundingClientRect().top")) < 100
-    draw_all(tab)
     assert {tuple(r) for r in ranges(tab).values()} == {(7, 30)}
 
 
