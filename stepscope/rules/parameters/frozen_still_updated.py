@@ -114,4 +114,4 @@ def _declared(view: View, pattern: str) -> Iterator[Finding]:
     )
 
 
-RULE = Rule("PAR702", "frozen-still-updated", "error", judge)
+RULE = Rule("PAR702", "frozen-still-updated", "error", judge, explains=("zero-grad-missing",))
