@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from stepscope.probes.base import Context, Probe
@@ -19,13 +20,35 @@ class Batch(Probe):
 
     name = "batch"
     columns = (
-        Column("batch_fingerprint", "int64", "1", "changes when any (sampled) bit of the model's inputs does", "no module was called with a tensor"),
-        Column("batch_size", "int64", "samples", "first dimension of the model's first input tensor", "no module was called with a tensor"),
+        Column(
+            "batch_fingerprint",
+            "int64",
+            "1",
+            "changes when any (sampled) bit of the model's inputs does",
+            "no module was called with a tensor",
+        ),
+        Column(
+            "batch_size",
+            "int64",
+            "samples",
+            "first dimension of the model's first input tensor",
+            "no module was called with a tensor",
+        ),
     )
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._seen: tuple[list[Any], int] | None = None
+        self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def on_called(self, event: events.Called) -> None:
+        """Say, once for each DataLoader, how many batches an epoch has and whether it shuffles."""
+        loader = event.detail.get("loader") if event.name == "loader_iter" else None
+        if loader is not None and loader not in self._loaders:
+            self._loaders.add(loader)
+            sampler = getattr(loader, "sampler", None)
+            detail = {"batches": _length(loader), "sampler": type(sampler).__name__, "shuffles": _shuffles(sampler)}
+            self.context.note("loader_started", None, detail)
 
     def on_forward(self, event: events.Forward) -> None:
         """Look at the inputs of the first training forward."""
@@ -51,3 +74,22 @@ class Batch(Probe):
             for value in prints:
                 mixed = (mixed * 1099511628211 + int(value)) % (1 << 64)
             cells["batch_fingerprint"] = mixed - (1 << 64) if mixed >= 1 << 63 else mixed
+
+
+def _length(loader: Any) -> int | None:
+    """Batches of an epoch, None for data that does not know its length."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _shuffles(sampler: Any) -> bool | None:
+    """Whether a sampler draws another order in each epoch; None where its class does not tell."""
+    name = type(sampler).__name__
+    if name in ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler"):
+        return True
+    if name == "SequentialSampler":
+        return False
+    shuffle = getattr(sampler, "shuffle", None)
+    return shuffle if isinstance(shuffle, bool) else None

@@ -193,12 +193,13 @@ class State(Probe):
         }
 
     def _fingerprints(self, optimizer: Any, parameter: Any) -> dict[str, Any]:
-        """A parameter's state: numbers as they are, tensors by fingerprint, and which of them are all zero."""
+        """A parameter's state: numbers as they are, tensors by fingerprint (0 for one that is all zero)."""
         state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
         out: dict[str, Any] = {}
         for key, value in state.items():
             if hasattr(value, "element_size"):
-                out[key] = held(value).reshape(()) if value.numel() == 1 else self.context.measure.fingerprint(value)
+                number = value.dim() == 0 or (key == "step" and value.numel() == 1)
+                out[key] = held(value).reshape(()) if number else self.context.measure.fingerprint(value)
             elif isinstance(value, int | float):
                 out[key] = value
         return out

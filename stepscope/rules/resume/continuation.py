@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stepscope.rules.base import Skip
+from stepscope.rules.schedule.pace import descriptions
 from stepscope.rules.view import Rows, View
 
 if TYPE_CHECKING:
@@ -154,18 +155,9 @@ def counter(detail: Detail, name: str) -> float | None:
     return None if value is None else float(value)
 
 
-def described(view: View, rows: Rows, *events: str) -> list[Detail]:
-    """Details of an optimizer's events, in order, with their name and micro-step."""
-    return [
-        {**e["detail"], "event": e["event"], "micro_step": e["micro_step"]}
-        for e in view.events(*events)
-        if e["optimizer"] == rows.optimizer and e["rank"] == rows.rank
-    ]
-
-
 def base_rates(view: View, rows: Rows) -> list[float]:
     """The rates that the optimizer was built with; empty where its construction was not seen."""
-    built = described(view, rows, "optimizer_built")
+    built = descriptions(view, rows, "optimizer_built")
     return [float(g["lr"]) for g in built[0]["groups"] if isinstance(g.get("lr"), int | float)] if built else []
 
 

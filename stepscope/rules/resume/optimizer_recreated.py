@@ -80,15 +80,8 @@ def _restarts(
     same_class = str(old.optimizer).split("/")[0] == str(new.optimizer).split("/")[0]
     empty = not any(started.get("state", {}).values()) and not started["state_loaded"]
     reset = any(rank == old.rank and last <= at < begin for rank, at in resets)
-    return (
-        same_class
-        and taken["stateful"]
-        and taken["params"] == held
-        and empty
-        and last < begin
-        and not reset
-        and _moved_on(old, new)
-    )
+    in_turn = same_class and taken["stateful"] and taken["params"] == held and last < begin
+    return in_turn and empty and not reset and _moved_on(old, new) and _same_weights(old, started)
 
 
 def _moved_on(old: Rows, new: Rows) -> bool:
@@ -96,6 +89,17 @@ def _moved_on(old: Rows, new: Rows) -> bool:
     before, change = old.windows("param_norm")[-1], old.windows("update_norm")[-1]
     after = new.windows("param_norm")[0]
     return bool(np.isnan([before, change, after]).any() or abs(after - before) <= change * 1.001 + 1e-6 * before)
+
+
+def _same_weights(old: Rows, started: dict[str, Any]) -> bool:
+    """The same for each parameter by itself, where the last update of the old optimizer was recorded by parameter."""
+    columns = ("micro_step", "param_norm", "update_norm", "optimizer", "param")
+    table = {n: old.trace.values(n, table="params") for n in columns}
+    last = (table["optimizer"] == old.optimizer) & (table["micro_step"] == old["micro_step"][old.ends[-1]])
+    after = np.array([float(started.get("norms", {}).get(n, np.nan)) for n in table["param"][last]])
+    before, change = table["param_norm"][last], table["update_norm"][last]
+    apart = np.abs(after - before) > change * 1.001 + 1e-6 * np.abs(before)
+    return not apart[~np.isnan(after + before + change)].any()
 
 
 RULE = Rule("RES609", "optimizer-recreated", "warning", judge)

@@ -30,7 +30,8 @@ from typing import Any
 
 from stepscope.rules.base import Rule
 from stepscope.rules.outcome import Finding
-from stepscope.rules.resume.continuation import Continuation, continuations, described
+from stepscope.rules.resume.continuation import Continuation, continuations
+from stepscope.rules.schedule.pace import descriptions
 from stepscope.rules.view import View, finding
 
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps")
@@ -58,9 +59,9 @@ def judge(view: View) -> Iterator[Finding]:
 
 
 def _ignored(view: View, run: Continuation) -> list[dict[str, Any]]:
-    now = described(view, run.rows, "optimizer_built")
-    then = described(View(view.after), run.before, "optimizer_built") if view.after is not None else []
-    loaded = described(view, run.rows, "optimizer_loaded")
+    now = descriptions(view, run.rows, "optimizer_built")
+    then = descriptions(View(view.after), run.before, "optimizer_built") if view.after is not None else []
+    loaded = descriptions(view, run.rows, "optimizer_loaded")
     if not now or not then or not loaded:
         return []
     out = []

@@ -37,15 +37,14 @@ import numpy as np
 
 from stepscope.rules.base import Rule
 from stepscope.rules.outcome import Finding
-from stepscope.rules.resume.continuation import described
-from stepscope.rules.schedule.pace import brings_state, rate_columns
+from stepscope.rules.schedule.pace import brings_state, descriptions, rate_columns
 from stepscope.rules.view import View, finding
 
 
 def judge(view: View) -> Iterator[Finding]:
     """First steps at a rate that a constructor wrote over a loaded one."""
     for rows in view.stepping:
-        events = described(view, rows, "optimizer_loaded", "scheduler_built")
+        events = descriptions(view, rows, "optimizer_loaded", "scheduler_built")
         written = _written([e for e in events if e["micro_step"] == 0])
         if written is None:
             continue

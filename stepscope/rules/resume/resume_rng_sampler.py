@@ -21,8 +21,8 @@ the order from the epoch and skip the batches that were done.
 
 Known false alarms
 ------------------
-Data in a fixed order that starts over at an epoch's end is recognised by its period; with a single epoch behind it, it
-is given the benefit of the doubt.
+Data in a fixed order that starts over at an epoch's end is recognised by its period, or by a DataLoader that does not
+shuffle; a hand-written pass in fixed order, resumed after its first epoch, is not.
 
 References
 ----------
@@ -43,6 +43,9 @@ from stepscope.rules.view import Array, View, finding
 _FEWEST = 3
 """Batches in a row that must repeat."""
 
+_MOST_PLACES = 25
+"""Places of one batch, from either end of the earlier run, from which on the rest is compared."""
+
 
 def judge(view: View) -> Iterator[Finding]:
     """The first optimizer's batches: all of them see the same data."""
@@ -52,7 +55,7 @@ def judge(view: View) -> Iterator[Finding]:
     done, ahead = earlier[: run.micro_step], earlier[run.micro_step :]
     found = _next(run, ahead, now) if len(ahead) else None
     if found is None and not (len(ahead) and now[0] == ahead[0]):
-        found = _seen_before(run, done, now) or _left_out(run, ahead, now)
+        found = _seen_before(view, run, done, now) or _left_out(run, ahead, now)
     if found is not None:
         yield found
 
@@ -71,15 +74,15 @@ def _tell(run: Continuation, text: str, count: int, observed: object, expected: 
     )
 
 
-def _seen_before(run: Continuation, done: Array, now: Array) -> Finding | None:
+def _seen_before(view: View, run: Continuation, done: Array, now: Array) -> Finding | None:
     """Batches of the earlier run, in its order, from some place on."""
     places = np.flatnonzero(done == now[0]) if now[0] else np.zeros(0, dtype=np.int64)
     if not len(places):
         return None
-    runs = {int(k): _match(done[k:], now) for k in places}
+    runs = {int(k): _match(done[k:], now) for k in [*places[:_MOST_PLACES], *places[-_MOST_PLACES:]]}
     place = max(runs, key=lambda k: (runs[k], -k))
     count = runs[place]
-    if count < min(_FEWEST, len(now), len(done) - place) or _periodic(done, now) or _one_epoch(done, now, place):
+    if count < min(_FEWEST, len(now), len(done) - place) or _periodic(done, now) or _whole_epochs(view, done, place):
         return None
     text = (
         f"the first {count} batches after the resume at micro-step {run.micro_step} are those of micro-steps {place + 1} to "
@@ -108,14 +111,12 @@ def _periodic(done: Array, now: Array) -> bool:
     return False
 
 
-def _one_epoch(done: Array, now: Array, place: int) -> bool:
-    """All of the earlier run again from its start, and nothing new after it: it may have been one epoch in fixed order."""
-    return (
-        place == 0
-        and bool(np.isin(now, done).all())
-        and _match(done, now) == min(len(done), len(now))
-        and len(np.unique(done)) == len(done)
-    )
+def _whole_epochs(view: View, done: Array, place: int) -> bool:
+    """A loader in fixed order had just come to an end, and starts over: the same batches again are right."""
+    assert view.after is not None
+    loaders = [e["detail"] for e in view.after.details("loader_started")]
+    fixed = [d["batches"] for d in loaders if d["shuffles"] is False and d["batches"]]
+    return any(len(done) % n == 0 and place % n == 0 for n in fixed) and not any(d["shuffles"] for d in loaders)
 
 
 def _left_out(run: Continuation, ahead: Array, now: Array) -> Finding | None:

@@ -38,14 +38,14 @@ from stepscope.rules.base import Rule
 from stepscope.rules.outcome import Finding
 from stepscope.rules.resume.continuation import Continuation, base_rates, continuations
 from stepscope.rules.schedule.formulas import rate_at
-from stepscope.rules.schedule.pace import moving, rates
+from stepscope.rules.schedule.pace import brings_state, descriptions, moving, rates
 from stepscope.rules.view import Array, View, finding
 
 _SHARE = 0.02
 """A jump is at least this share of the rate, and three times the largest change of the last steps before the save."""
 
 _LOOK = 8
-"""Steps of the resumed run that are looked for among those of the earlier one."""
+"""Rates of the resumed run that are looked for among those of the earlier one."""
 
 
 def judge(view: View) -> Iterator[Finding]:
@@ -58,7 +58,7 @@ def judge(view: View) -> Iterator[Finding]:
         if given and before and not np.isclose(given[0], before[0], rtol=1e-9):
             continue  # another rate was asked for
         goes_on = _as_before(run, earlier, now)
-        if goes_on is True:
+        if goes_on is True or _cycle_goes_on(view, run):
             continue
         found = _repeats(run, earlier, now) or _jumps(run, earlier, now, goes_on) or _departs(view, run, now)
         if found is not None:
@@ -79,6 +79,12 @@ def _tell(run: Continuation, text: str, at: int, observed: float, expected: floa
     )
 
 
+def _cycle_goes_on(view: View, run: Continuation) -> bool:
+    """A cyclic scheduler whose counter was restored: its rates jump and repeat by design."""
+    cyclic = any("T_0" in d["settings"] or "total_size" in d["settings"] for d in moving(view, run.rows))
+    return cyclic and any(brings_state(d) for d in descriptions(view, run.rows, "scheduler_loaded"))
+
+
 def _as_before(run: Continuation, earlier: Array, now: Array) -> bool | None:
     """Whether the rates are those that the earlier run used after the save; None where it ended there."""
     later = earlier[run.attempts : run.attempts + len(now)]
@@ -89,20 +95,34 @@ def _as_before(run: Continuation, earlier: Array, now: Array) -> bool | None:
 
 
 def _repeats(run: Continuation, earlier: Array, now: Array) -> Finding | None:
-    """From the second step on the rates are those of an earlier place in the schedule, and of that place alone."""
-    piece = now[1 : 1 + _LOOK]
-    if len(piece) < 3 or len(np.unique(piece)) < 3 or len(earlier) < len(piece):
+    """From the second rate on, the rates are those of an earlier place in the schedule, and of that place alone.
+
+    Rates that are held for several steps count once, so that schedules by epoch are compared like those by step.
+    """
+    levels, steps = _levels(earlier)
+    piece = _levels(now)[0][1 : 1 + _LOOK]
+    if len(piece) < 2 or len(levels) <= len(piece):
         return None
-    windows = np.lib.stride_tricks.sliding_window_view(earlier, len(piece))
+    windows = np.lib.stride_tricks.sliding_window_view(levels, len(piece))
     places = np.flatnonzero(np.isclose(windows, piece, rtol=1e-6, atol=0.0).all(axis=1))
-    if len(places) != 1 or abs(int(places[0]) - (run.attempts + 1)) <= 1:
+    due = int(np.searchsorted(steps, run.attempts))  # the level that follows the save
+    if len(places) != 1 or abs(int(places[0]) - (due + 1)) <= 2:
         return None
-    place = int(places[0])
+    before = [levels[places[0] - 1], levels[places[0] - 2]] if places[0] >= 2 else []
+    if before and np.allclose(before, [now[0], levels[due - 1]], rtol=1e-6, atol=0.0):
+        return None  # the same way led there: a cycle
+    place = int(steps[places[0]])
     text = (
-        f"after the resume at step {run.attempts} the rates {', '.join(f'{v:.4g}' for v in now[:4])} are those of step {place} on: "
-        "the schedule goes on from another place"
+        f"after the resume at step {run.attempts} the rates {', '.join(f'{v:.4g}' for v in _levels(now)[0][:4])} are, from the second "
+        f"on, those of step {place + 1} on: the schedule goes on from another place"
     )
     return _tell(run, text, 0, place, run.attempts + 1)
+
+
+def _levels(values: Array) -> tuple[Array, Array]:
+    """The values without repetitions in a row, and the place where each begins."""
+    begins = np.flatnonzero(np.concatenate([[True], ~np.isclose(values[1:], values[:-1], rtol=1e-9, atol=0.0)]))
+    return values[begins], begins
 
 
 def _jumps(run: Continuation, earlier: Array, now: Array, goes_on: bool | None) -> Finding | None:

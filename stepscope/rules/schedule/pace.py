@@ -87,13 +87,17 @@ def pace(rows: Rows) -> Pace:
 
 
 def descriptions(view: View, rows: Rows, *events: str) -> list[dict[str, Any]]:
-    """Details of the events of an optimizer, in order, with ``micro_step`` added."""
-    found = view.events(*events)
-    return [
-        {**e["detail"], "event": e["event"], "micro_step": e["micro_step"]}
-        for e in found
-        if e["optimizer"] == rows.optimizer and e["rank"] == rows.rank
-    ]
+    """Details of an optimizer's events of the given names, in order, each with ``event`` and ``micro_step`` added.
+
+    Parsed once for each set of names: there may be an optimizer for every tensor.
+    """
+    cache: dict[tuple[str, ...], dict[Any, list[dict[str, Any]]]] = view.__dict__.setdefault("_descriptions", {})
+    if events not in cache:
+        cache[events] = {}
+        for e in view.events(*events):
+            detail = {**e["detail"], "event": e["event"], "micro_step": e["micro_step"]}
+            cache[events].setdefault((e["rank"], e["optimizer"]), []).append(detail)
+    return cache[events].get((rows.rank, rows.optimizer), [])
 
 
 def moving(view: View, rows: Rows) -> list[dict[str, Any]]:
