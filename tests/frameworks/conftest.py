@@ -64,3 +64,9 @@ def both(tmp_path_factory):
         return _run(folder / "native", [script]), _run(folder / "watched", watched)
 
     return both
+
+
+@pytest.fixture
+def script():
+    """``script(name)``: the path of a script."""
+    return lambda name: str(SCRIPTS / f"{name}.py")
