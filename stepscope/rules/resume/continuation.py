@@ -82,7 +82,7 @@ def _find(view: View) -> list[Continuation]:
         return []
     earlier = View(view.after)
     origins = {(e["rank"], e["optimizer"]): e["detail"] for e in earlier.events("started") if "params" in e["detail"]}
-    saves = [e for e in earlier.events("saved", "ended")]
+    saves = list(earlier.events("saved", "ended"))
     loads = any(True for _ in view.events("module_loaded", "optimizer_loaded"))
     rows_before = {(r.rank, r.optimizer): r for r in earlier.stepping}
     out = []

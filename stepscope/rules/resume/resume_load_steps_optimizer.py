@@ -26,13 +26,16 @@ pytorch/pytorch#125708.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepscope.rules.base import Rule, Skip
-from stepscope.rules.outcome import Finding
 from stepscope.rules.resume.continuation import continuations
 from stepscope.rules.view import View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 
 def judge(view: View) -> Iterator[Finding]:

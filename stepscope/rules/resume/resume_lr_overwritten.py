@@ -25,14 +25,17 @@ pytorch/examples#816, pytorch/pytorch#156846.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding
 from stepscope.rules.resume.continuation import Continuation, continuations
 from stepscope.rules.schedule.pace import descriptions
 from stepscope.rules.view import View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps")
 

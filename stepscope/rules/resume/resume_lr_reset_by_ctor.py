@@ -30,15 +30,18 @@ torch-points3d/torch-points3d#630, ultralytics/yolov5#292.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding
 from stepscope.rules.schedule.pace import brings_state, descriptions, rate_columns
 from stepscope.rules.view import View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 
 def judge(view: View) -> Iterator[Finding]:

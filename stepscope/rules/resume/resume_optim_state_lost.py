@@ -30,12 +30,16 @@ EvolvingLMMs-Lab/OneVision-Encoder#65, KempnerInstitute/KempnerForge#115.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding
 from stepscope.rules.resume.continuation import Continuation, continuations, counter, moments
 from stepscope.rules.view import View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 
 def judge(view: View) -> Iterator[Finding]:

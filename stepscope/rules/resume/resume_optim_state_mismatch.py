@@ -24,12 +24,16 @@ pytorch/pytorch#1489, PingoLH/CenterNet-HarDNet#10.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from stepscope.rules.base import Rule, Skip
-from stepscope.rules.outcome import Finding
 from stepscope.rules.resume.continuation import Continuation, continuations, moments
 from stepscope.rules.view import View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 
 def judge(view: View) -> Iterator[Finding]:

@@ -31,14 +31,18 @@ huggingface/accelerate#4071, kyutai-labs/pocket-tts#287.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding
 from stepscope.rules.resume.continuation import Continuation, continuations, fingerprints
 from stepscope.rules.view import Array, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 _FEWEST = 3
 """Batches in a row that must repeat."""

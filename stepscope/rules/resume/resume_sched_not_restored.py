@@ -30,16 +30,20 @@ lightly-ai/lightly-train#301, pytorch/pytorch#60265.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding
 from stepscope.rules.resume.continuation import Continuation, base_rates, continuations
 from stepscope.rules.schedule.formulas import rate_at
 from stepscope.rules.schedule.pace import brings_state, descriptions, moving, rates
 from stepscope.rules.view import Array, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 _SHARE = 0.02
 """A jump is at least this share of the rate, and three times the largest change of the last steps before the save."""

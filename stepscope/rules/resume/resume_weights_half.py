@@ -25,12 +25,16 @@ torch.save keeps the dtype that it is given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding
 from stepscope.rules.resume.continuation import Continuation, continuations, distance
 from stepscope.rules.view import View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 _CLOSE = {"float16": 2e-3, "bfloat16": 1e-2}
 """How far a norm may move by rounding each element to the dtype: 2^-11 and 2^-8, and some room."""

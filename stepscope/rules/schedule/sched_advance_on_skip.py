@@ -30,14 +30,18 @@ Lightning-AI/pytorch-lightning#5558, huggingface/transformers#11144.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding
 from stepscope.rules.schedule.pace import pace, rates, span
 from stepscope.rules.view import Array, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 
 def judge(view: View) -> Iterator[Finding]:

@@ -29,14 +29,18 @@ pytorch/pytorch#185872, threestudio-project/threestudio#226.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding
 from stepscope.rules.schedule.pace import descriptions, moving, rate_columns, rates, resumes
 from stepscope.rules.view import Array, Rows, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 
 def judge(view: View) -> Iterator[Finding]:

@@ -24,14 +24,18 @@ pytorch/pytorch#79888, huggingface/transformers#20029.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding
 from stepscope.rules.schedule.pace import descriptions, rate_columns, rates, span
 from stepscope.rules.view import Rows, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 _FEWEST = 3
 """Different rates that another group must have had in the new group's time."""

@@ -32,14 +32,18 @@ Lightning-AI/pytorch-lightning#1476, huggingface/accelerate#963.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding
 from stepscope.rules.schedule.pace import Pace, length, moving, pace, rates, settled, span
 from stepscope.rules.view import Rows, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 
 def judge(view: View) -> Iterator[Finding]:

@@ -25,11 +25,15 @@ pytorch/pytorch#107076, pytorch/pytorch#163093.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding
-from stepscope.rules.view import View
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
+    from stepscope.rules.view import View
 
 
 def judge(view: View) -> Iterator[Finding]:

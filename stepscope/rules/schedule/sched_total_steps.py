@@ -32,14 +32,18 @@ pwhofman/probly#557, sthalles/SimCLR#8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding, Severity
 from stepscope.rules.schedule.pace import descriptions, length, moving, pace, rate_columns, rates, settled, span
 from stepscope.rules.view import Array, Rows, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding, Severity
 
 
 def judge(view: View) -> Iterator[Finding]:

@@ -29,15 +29,18 @@ huggingface/accelerate#4159, facebookresearch/schedule_free#22.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding
 from stepscope.rules.schedule.pace import descriptions
 from stepscope.rules.view import Rows, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 
 def judge(view: View) -> Iterator[Finding]:

@@ -25,14 +25,18 @@ ildoonet/pytorch-gradual-warmup-lr#11, verl-project/verl#3674.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding
 from stepscope.rules.schedule.pace import rate_columns, rates, resumes
 from stepscope.rules.view import Array, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 
 def judge(view: View) -> Iterator[Finding]:
