@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _BATCH = 64
 """Rows that travel to the host, and to the journal, together."""
 
+_MOST_EVENTS = 1024
+"""Events that wait for a row at most; beyond, they travel without one."""
+
 _PATIENCE = 2.0
 """Seconds after which rows are handed over even if there are few: what a ``kill -9`` may take along."""
 
@@ -89,6 +92,7 @@ class Recorder:
         for model in models:
             self.names.add_model(model)
         chosen = None if optimizers is None else list(optimizers)
+        self.meta["chosen_optimizers"] = chosen is not None
         self.watcher = Watcher(self._hear, self._sealed, self._watcher_failed, chosen)
         for optimizer in chosen or ():
             self.watcher.watched(optimizer)
@@ -170,6 +174,8 @@ class Recorder:
         for probe, handler in handlers:
             if probe not in self._off:
                 self._guarded(probe, handler, event)
+        if len(self._events) >= _MOST_EVENTS:  # a loop without backward passes seals no row
+            self._flush()
         if isinstance(event, Attempt) and event.row is not None and self._due(event.row.global_step):
             event.row.params = self._described(event.optimizer)
         if kind is BackwardBegin:

@@ -53,7 +53,7 @@ def judge(view: View) -> Iterator[Finding]:
 
 def _victim(view: View, stepping: dict[tuple[int, str | None], Rows], event: dict[str, Any]) -> Rows | None:
     """The optimizer that steps in place of the scheduler's own."""
-    seen_all = view.trace.meta.get("kind") == "run" or event["optimizer"] is not None
+    seen_all = not view.trace.meta.get("chosen_optimizers") or event["optimizer"] is not None
     for other in event["detail"]["others"]:
         rows = stepping.get((event["rank"], other["optimizer"]))
         if rows is None:

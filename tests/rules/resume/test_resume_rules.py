@@ -40,7 +40,7 @@ FAULTS = {
     "scheduler not saved, linear": ("resume-sched-not-restored", Sitting(saves=without("scheduler")), {}),
     "scheduler not loaded, cosine": ("resume-sched-not-restored", Sitting(schedule="cosine"), {"loads": without("scheduler")}),
     "scheduler not loaded, step": ("resume-sched-not-restored", Sitting(schedule="step"), {"loads": without("scheduler")}),
-    "rate by hand from step 0": ("resume-sched-not-restored", Sitting(schedule="hand"), {"position": False}),
+    "rate by hand from step 0": ("resume-sched-not-restored", Sitting(schedule="hand", data="random"), {"position": False}),
     "scheduler not loaded, stateless optimizer": ("resume-sched-not-restored", Sitting(optimizer="sgd"), {"loads": without("scheduler", "optimizer")}),
     "scheduler built after the load": ("resume-lr-reset-by-ctor", Sitting(), {"loads": LATE}),
     "one-cycle built, then loaded": ("resume-lr-reset-by-ctor", Sitting(schedule="one-cycle"), {"loads": (*LATE, "scheduler")}),
