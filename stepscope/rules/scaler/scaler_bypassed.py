@@ -38,13 +38,27 @@ from stepscope.rules.accumulation.windows import merged
 from stepscope.rules.base import Rule
 from stepscope.rules.clipping.gradients import executed, kept
 from stepscope.rules.outcome import Finding
-from stepscope.rules.scaler.evidence import need_scaler
+from stepscope.rules.scaler.evidence import failures, need_scaler, where
 from stepscope.rules.view import Rows, View, finding
 
 
 def judge(view: View) -> Iterator[Finding]:
     """Scaled gradients outside the scaler, unscaled ones inside, and infinite ones that nobody stopped."""
     need_scaler(view)
+    for event in failures(view, "scaler_step_failed", "unscale_failed"):
+        if event["detail"].get("started") is False:
+            yield finding(
+                RULE.code,
+                RULE.name,
+                "error",
+                f"the scaler was to divide the gradients of {where(event)} and raised: no loss had ever been multiplied by its "
+                "scale; call scaler.scale(loss).backward()",
+                optimizer=event["optimizer"],
+                micro_steps=[event["micro_step"]],
+                observed="a loss without scale",
+                expected="scaler.scale(loss)",
+            )
+            return
     yield from merged([f for rows in view.stepping for f in (_outside(rows) or _reverse(rows),) if f is not None])
 
 
@@ -112,4 +126,10 @@ def _reverse(rows: Rows) -> Finding | None:
     )
 
 
-RULE = Rule("SCL404", "scaler-bypassed", "error", judge, explains=("clip-before-unscale", "gradnorm-logged-scaled"))
+RULE = Rule(
+    "SCL404",
+    "scaler-bypassed",
+    "error",
+    judge,
+    explains=("clip-before-unscale", "gradnorm-logged-scaled", "fp16-no-scaler"),
+)

@@ -36,7 +36,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from stepscope.rules.accumulation.windows import close, merged
+from stepscope.rules.accumulation.windows import merged
 from stepscope.rules.base import Rule
 from stepscope.rules.clipping.gradients import FEWEST, executed, kept
 from stepscope.rules.outcome import Finding
@@ -89,7 +89,8 @@ def _twice(rows: Rows) -> Finding | None:
     again = executed(rows) & (rows["scale_divisions"] > 1) & (scale != 1.0)
     if not again.any():
         with np.errstate(divide="ignore", invalid="ignore"):
-            by_hand = executed(rows) & (scale > 2.0) & (rows["scale_divisions"] == 1) & close(used, left / scale**2, 1e-3)
+            square = np.abs(used * scale**2 / left - 1.0) < 1e-3
+        by_hand = executed(rows) & (scale > 2.0) & (rows["scale_divisions"] == 1) & square
         again = by_hand if np.count_nonzero(by_hand) >= FEWEST else again & False
     if not again.any():
         return None

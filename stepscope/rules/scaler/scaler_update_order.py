@@ -51,12 +51,12 @@ def judge(view: View) -> Iterator[Finding]:
 def mismatched(rows: Rows) -> Mask:
     """Rows whose gradients were divided by another scale than that of a loss in them. Shape ``(rows,)``."""
     scale, divisor = rows["loss_scale_before"], rows["unscale_divisor"]
-    wrong = np.isfinite(scale) & np.isfinite(divisor) & ~close(scale, divisor, 1e-6)
+    wrong = np.isfinite(scale) & np.isfinite(divisor) & (scale != divisor)
     if not len(rows.ends):
         return wrong
     # a scale that changed within the window: the kept part carries another than the divisor of the window's last row
     of_window = np.concatenate([divisor[rows.ends], [np.nan]])[np.minimum(rows.window_of, len(rows.ends))]
-    earlier = kept(rows) & np.isfinite(scale) & np.isfinite(of_window) & ~close(scale, of_window, 1e-6)
+    earlier = kept(rows) & np.isfinite(scale) & np.isfinite(of_window) & (scale != of_window)
     hit = rows.per_window(earlier.astype(np.float64), "max") > 0
     wrong[rows.ends] |= hit
     return np.asarray(wrong)

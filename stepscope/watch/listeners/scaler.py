@@ -70,8 +70,9 @@ class ScalerListener(Listener):
             self.books.stepping.clear()
             self._failed("scaler_step_failed", watched, scaler, error)
             return
-        if watched.window and not pending["ran"]:
-            watched.window[-1].calls.append("K")
+        last = watched.window.last
+        if last is not None and not pending["ran"]:
+            last.calls.append("K")
         enabled = scaler.is_enabled()
         found = _found_inf(scaler, watched.optimizer) if enabled else None
         self.books.attempt(watched, ran=pending["ran"], found_inf=found, scaler=scaler if enabled else None)
@@ -94,7 +95,7 @@ class ScalerListener(Listener):
         """A call raised: in which state was the scaler with this optimizer (``READY``, ``UNSCALED``, ``STEPPED``)?"""
         state = scaler._per_optimizer_states.get(watched.key, {}) if watched is not None else {}
         stage = getattr(state.get("stage"), "name", None)
-        detail = {"error": f"{type(error).__name__}: {error}", "stage": stage}
+        detail = {"error": f"{type(error).__name__}: {error}", "stage": stage, "started": scaler._scale is not None}
         self.books.sink(events.Called("!", name, watched, detail))
 
     def _of_call(self, args: Any, kwargs: Any) -> WatchedOptimizer | None:
