@@ -32,15 +32,19 @@ awslabs/graphstorm#1366, VGraphRNN/VGRNN#4.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.accumulation.windows import merged
 from stepscope.rules.base import Rule
 from stepscope.rules.clipping.gradients import executed, hand_limit
-from stepscope.rules.outcome import Finding, Severity
 from stepscope.rules.view import Rows, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding, Severity
 
 
 def judge(view: View) -> Iterator[Finding]:

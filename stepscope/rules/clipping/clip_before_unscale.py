@@ -31,15 +31,19 @@ torch.amp, "Working with Unscaled Gradients". milesial/Pytorch-UNet#468, Lightni
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.accumulation.windows import merged
 from stepscope.rules.base import Rule
 from stepscope.rules.clipping.gradients import executed, hand_limit
-from stepscope.rules.outcome import Finding
 from stepscope.rules.view import Mask, Rows, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 
 def judge(view: View) -> Iterator[Finding]:

@@ -30,15 +30,19 @@ pytorch/pytorch#46849, facebookresearch/habitat-lab#2226.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.accumulation.windows import merged
 from stepscope.rules.base import Rule
 from stepscope.rules.clipping.gradients import executed, hand_limit
-from stepscope.rules.outcome import Finding
 from stepscope.rules.view import Rows, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 
 def judge(view: View) -> Iterator[Finding]:

@@ -29,15 +29,19 @@ languini-kitchen/languini-kitchen#7.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.accumulation.windows import merged
 from stepscope.rules.base import Rule
 from stepscope.rules.clipping.clip_before_unscale import still_scaled
-from stepscope.rules.outcome import Finding
 from stepscope.rules.view import View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 
 def judge(view: View) -> Iterator[Finding]:

@@ -29,14 +29,18 @@ pytorch/pytorch#120376.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.accumulation.windows import merged
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding, Severity
 from stepscope.rules.view import View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding, Severity
 
 
 def judge(view: View) -> Iterator[Finding]:

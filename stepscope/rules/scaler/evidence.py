@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from stepscope.rules.view import Mask, Rows, View
 
 FAILURES = ("scaler_step_failed", "unscale_failed", "scaler_update_failed")

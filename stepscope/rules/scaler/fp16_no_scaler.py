@@ -28,15 +28,19 @@ engichang1467/Open-Rig3R#35.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.accumulation.windows import merged
 from stepscope.rules.base import Rule
 from stepscope.rules.clipping.gradients import executed
-from stepscope.rules.outcome import Finding
 from stepscope.rules.view import Rows, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 BY_HAND = 16.0
 """Weight from which a loss counts as scaled by hand; a forgotten division by K does not reach it."""

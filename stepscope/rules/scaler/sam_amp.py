@@ -29,21 +29,27 @@ davda54/sam#7.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.accumulation.windows import merged
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding
 from stepscope.rules.view import Array, Mask, Rows, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 
 def judge(view: View) -> Iterator[Finding]:
     """Climbs on a gradient that is not finite, and weights that did not come back."""
     scaled = [rows for rows in view.stepping if np.isfinite(rows["loss_scale_before"]).any()]
     view.need(scaled, "no enabled GradScaler scaled a loss")
-    yield from merged([f for rows in scaled for f in (_nonfinite(rows) or _left_up(rows) or _too_far(rows),) if f is not None])
+    yield from merged(
+        [f for rows in scaled for f in (_nonfinite(rows) or _left_up(rows) or _too_far(rows),) if f is not None]
+    )
 
 
 def climbs(rows: Rows) -> Mask:
@@ -100,10 +106,12 @@ def _left_up(rows: Rows) -> Finding | None:
 
 def _too_far(rows: Rows) -> Finding | None:
     """The climb multiplied the weights' norm: it used the gradient with its scale."""
-    first, last, ok = _windows(rows)
+    first, _, ok = _windows(rows)
     start, up = rows["weights_norm"][first], rows["weights_norm"][np.minimum(first + 1, len(rows) - 1)]
     with np.errstate(invalid="ignore"):
-        far = ok & (up > 10.0 * start) & (rows["loss_scale_before"][first] > 16.0) & (rows["unscale_calls"][first] == 0.0)
+        far = (
+            ok & (up > 10.0 * start) & (rows["loss_scale_before"][first] > 16.0) & (rows["unscale_calls"][first] == 0.0)
+        )
     if not far.any():
         return None
     at = int(np.flatnonzero(far)[0])
@@ -126,9 +134,16 @@ def _windows(rows: Rows) -> tuple[Array, Array, Mask]:
 
 def _finding(rows: Rows, wrong: Mask | Array, message: str, observed: float, expected: object) -> Finding:
     columns = ["grad_norm_left", "weights_norm", "step_skipped", "loss_scale_after"]
-    return finding(RULE.code, RULE.name, "error", message, rows, wrong, observed=observed, expected=expected, columns=columns)
+    return finding(
+        RULE.code, RULE.name, "error", message, rows, wrong, observed=observed, expected=expected, columns=columns
+    )
 
 
 RULE = Rule(
-    "SCL413", "sam-amp", "error", judge, needs=("grad_norm_left",), explains=("scaler-collapse", "accum-zero-grad-inside")
+    "SCL413",
+    "sam-amp",
+    "error",
+    judge,
+    needs=("grad_norm_left",),
+    explains=("scaler-collapse", "accum-zero-grad-inside"),
 )

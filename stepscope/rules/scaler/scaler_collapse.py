@@ -33,15 +33,19 @@ Junjue-Wang/FactSeg#6, NVIDIA/apex#834.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.accumulation.windows import merged
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding
 from stepscope.rules.scaler.evidence import need_scaler, skipped
 from stepscope.rules.view import Array, Mask, Rows, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 CALIBRATION = 20
 """Skips in a row that a healthy start may need; from 65536 the scale is below 1 after 17."""

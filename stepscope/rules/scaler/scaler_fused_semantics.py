@@ -31,21 +31,26 @@ Lightning-AI/pytorch-lightning#15501, pytorch/pytorch#95847.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from stepscope.rules.base import Rule
 from stepscope.rules.clipping.gradients import executed
-from stepscope.rules.outcome import Finding
 from stepscope.rules.view import Rows, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 
 def judge(view: View) -> Iterator[Finding]:
     """Fused steps that moved on overflow, or moved wrongly."""
     fused = {o["name"]: o for o in view.trace.meta.get("optimizers", []) if o.get("fused")}
-    chosen = [r for r in view.stepping if r.optimizer in fused and (r.seen("found_inf") & r.true("step_in_scaler")).any()]
+    chosen = [
+        r for r in view.stepping if r.optimizer in fused and (r.seen("found_inf") & r.true("step_in_scaler")).any()
+    ]
     view.need(chosen, "no fused optimizer was stepped through a GradScaler")
     for rows in chosen:
         found = _moved_on_overflow(rows) or _wrong_first_step(rows, fused[str(rows.optimizer)])
@@ -86,8 +91,9 @@ def _wrong_first_step(rows: Rows, optimizer: dict[str, Any]) -> Finding | None:
     momentum = float(groups[0].get("momentum") or 0.0) if groups[0].get("nesterov") else 0.0
     moved = float(rows["update_norm"][at])
     due = float(rows["lr"][at] * rows["grad_norm_clipped"][at]) * (1.0 + momentum)
-    # an update may also round away; only one that is too large, or off by a factor, is a fault
-    if not np.isfinite(due) or due == 0.0 or 0.5 < moved / due < 1.5 or moved < due and due < 1e-4 * rows["param_norm"][at]:
+    # an update may also round away: only one that is too large, or off by a factor, is a fault
+    rounded = moved < due < 1e-4 * float(rows["param_norm"][at])
+    if not np.isfinite(due) or due == 0.0 or 0.5 < moved / due < 1.5 or rounded:
         return None
     return finding(
         RULE.code,

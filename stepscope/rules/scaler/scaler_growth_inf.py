@@ -26,15 +26,19 @@ pytorch/pytorch#98828.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.accumulation.windows import merged
 from stepscope.rules.base import Rule
-from stepscope.rules.outcome import Finding
 from stepscope.rules.scaler.evidence import need_scaler, skipped
 from stepscope.rules.view import View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 TOO_LARGE = 2.0**60
 TOO_LARGE_FOR_ZERO = 2.0**40

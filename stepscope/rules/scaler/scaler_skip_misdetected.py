@@ -31,16 +31,20 @@ huggingface/accelerate#4242, ShiqiYu/OpenGait#147.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.accumulation.windows import merged
 from stepscope.rules.base import Rule
 from stepscope.rules.clipping.gradients import executed, following
-from stepscope.rules.outcome import Finding
 from stepscope.rules.scaler.evidence import need_scaler
 from stepscope.rules.view import Array, Mask, Rows, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 _ACTIONS = {
     "scheduler_steps": "the scheduler was not stepped",

@@ -29,20 +29,26 @@ deepspeedai/DeepSpeed#8588.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.accumulation.windows import close, merged
 from stepscope.rules.base import Rule, Skip
 from stepscope.rules.clipping.gradients import executed, kept
-from stepscope.rules.outcome import Finding
 from stepscope.rules.view import Mask, Rows, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding
 
 
 def judge(view: View) -> Iterator[Finding]:
     """Steps whose divisor was not the scale of their losses."""
-    found = [f for rows in view.stepping for f in (_by_scaler(rows) or _by_hand(rows) or _latent(rows),) if f is not None]
+    found = [
+        f for rows in view.stepping for f in (_by_scaler(rows) or _by_hand(rows) or _latent(rows),) if f is not None
+    ]
     if not found and not view.trace.has("loss_scale_before"):
         raise Skip("no enabled GradScaler scaled a loss")
     yield from merged(found)
@@ -53,7 +59,7 @@ def mismatched(rows: Rows) -> Mask:
     scale, divisor = rows["loss_scale_before"], rows["unscale_divisor"]
     wrong = np.isfinite(scale) & np.isfinite(divisor) & (scale != divisor)
     if not len(rows.ends):
-        return wrong
+        return np.asarray(wrong)
     # a scale that changed within the window: the kept part carries another than the divisor of the window's last row
     of_window = np.concatenate([divisor[rows.ends], [np.nan]])[np.minimum(rows.window_of, len(rows.ends))]
     earlier = kept(rows) & np.isfinite(scale) & np.isfinite(of_window) & (scale != of_window)

@@ -28,17 +28,21 @@ huggingface/accelerate#439, neosr-project/neosr#9.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepscope.rules.accumulation.windows import merged
 from stepscope.rules.base import Rule
 from stepscope.rules.clipping.gradients import executed
-from stepscope.rules.outcome import Finding, Severity
 from stepscope.rules.scaler.evidence import need_scaler
 from stepscope.rules.scaler.scaler_update_order import mismatched
 from stepscope.rules.view import Rows, View, finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stepscope.rules.outcome import Finding, Severity
 
 
 def judge(view: View) -> Iterator[Finding]:
