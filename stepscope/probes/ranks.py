@@ -25,6 +25,7 @@ class Ranks(Probe):
         Column("ddp_sync_at_backward", "bool", "", "DDP's flag stood at synchronisation when backward began, where it is without effect", _NO_DDP),
         Column("ddp_bypassed", "bool", "", "a module wrapped in DDP was called directly, not through its wrapper", _NO_DDP),
         Column("all_reduce_calls", "int64", "calls", "all_reduce calls of the script between this backward and the next"),
+        Column("reduced_by_hand", "bool", "", "the script all-reduced tensors of more than one element between this backward and the step", "not the window's last row"),
         Column("reduced_norm", "float64", "1", "L2 norm of the tensors that the script all-reduced between this backward and the step, where they are as large as the gradients together", "nothing of the gradients' size was reduced by hand, or without waiting for it"),
         Column("given_norm", "float64", "1", "L2 norm of the same tensors as they were given to the reduction", "as reduced_norm"),
         Column("reduced_mean", "bool", "", "that reduction averaged by itself (ReduceOp.AVG)", "as reduced_norm"),
@@ -39,6 +40,7 @@ class Ranks(Probe):
         self._rows: list[Row] = []
         self._reduced: list[tuple[Any, Any, int, bool]] = []
         self._given: Any = None
+        self._by_hand = False
         self._moved = False
         self._looks = 0
 
@@ -82,7 +84,7 @@ class Ranks(Probe):
 
     def on_backward_end(self, event: events.BackwardEnd) -> None:
         """Start counting."""
-        self._rows, self._reduced = event.rows, []
+        self._rows, self._reduced, self._by_hand = event.rows, [], False
         for row in event.rows:
             row.cells.setdefault("all_reduce_calls", 0)
 
@@ -103,6 +105,7 @@ class Ranks(Probe):
         for row in self._rows:
             row.count("all_reduce_calls")
         tensor: Any = detail.get("tensor")
+        self._by_hand |= hasattr(tensor, "numel") and int(tensor.numel()) > 1
         given, self._given = self._given, None
         if given is not None and not detail.get("async_op"):
             mean = "AVG" in str(detail.get("op"))
@@ -110,6 +113,8 @@ class Ranks(Probe):
 
     def on_step_begin(self, event: events.StepBegin) -> None:
         """The reductions were for this step if they cover its gradients."""
+        if event.row is not None:
+            event.row.cells["reduced_by_hand"] = self._by_hand
         if event.row is None or not self._reduced:
             return
         size = sum(p.grad.numel() for p in event.optimizer.params if p.grad is not None)

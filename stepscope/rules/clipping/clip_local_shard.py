@@ -53,7 +53,7 @@ def judge(view: View) -> Iterator[Finding]:
             continue
         factors = _factors(steps)
         clipped = (factors < 1.0 - 1e-4).any(axis=0)
-        apart = clipped & (np.ptp(factors, axis=0) > 1e-4 * factors.max(axis=0))
+        apart = clipped & (np.ptp(factors, axis=0) > 1e-4 * factors.max(axis=0))  # false where one is not known
         if int(apart.sum()) < max(2.0, 0.5 * clipped.sum()):
             continue
         at = int(np.flatnonzero(apart)[0])
@@ -76,10 +76,16 @@ def judge(view: View) -> Iterator[Finding]:
 
 
 def _factors(steps: Aligned) -> Array:
-    """The factor of the clip: as torch's clip applied it, else what the norms before and after it say."""
+    """The factor of the clip: as torch's clip applied it, else what the norms before and after it say.
+
+    Where gradients were reduced by hand in between, the norms say nothing of a clip.
+    """
     told = steps.at("clip_coef")
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(np.isnan(told), steps.at("grad_norm_clipped") / steps.at("grad_norm"), told)
+        seen = np.where(
+            steps.at("reduced_by_hand") == 1.0, np.nan, steps.at("grad_norm_clipped") / steps.at("grad_norm")
+        )
+    return np.where(np.isnan(told), seen, told)
 
 
 def _sharded(view: View, steps: Aligned) -> bool:
@@ -90,7 +96,9 @@ def _sharded(view: View, steps: Aligned) -> bool:
     parts = [_parameters(view, rows.rank, steps.label) for rows in steps.rows]
     if any(p != parts[0] for p in parts):
         return True
-    calls = [rows["all_reduce_calls"][:-1] for rows in steps.rows]  # what follows the last backward is not recorded whole
+    calls = [
+        rows["all_reduce_calls"][:-1] for rows in steps.rows
+    ]  # what follows the last backward is not recorded whole
     talk = all(len(c) and (c > 0).mean() >= 0.9 for c in calls)
     return bool(steps.differs("param_norm")[0]) and talk
 

@@ -81,7 +81,7 @@ def _judge(view: View, rows: Rows) -> Iterator[Finding]:
     share = float((lost * size).sum() / size.sum())
     never = stuck & (lost == 1.0) & (steps >= 5)
     mostly = share >= 0.5 and int(steps.max()) >= 3 and not _stochastic(table, lost[which])
-    if not mostly and not (never.any() and not _stochastic(table, lost[which])):
+    if not mostly and (not never.any() or _stochastic(table, lost[which])):
         return
     worst = names[np.argsort(-lost, kind="stable")]
     kind = str(table["dtype"][0])
@@ -116,13 +116,15 @@ def _table(view: View, rows: Rows) -> dict[str, Array]:
 def _stochastic(table: dict[str, Array], lost: Array) -> bool:
     """Whether the elements that moved jumped by the spacing of ordinary weights, as stochastic rounding makes them.
 
-    What survives rounding to nearest is at most twice the update, and at least half of the updates are below half the
-    spacing of the weights: so where most are lost, what moved has moved by less than the spacing of a usual weight.
+    What survives rounding to nearest is at most twice the update, and where half of the updates are lost they are below
+    half the spacing of a usual weight: what moved has then moved by about that spacing at most, and by far less where
+    nine in ten are lost.
     """
     size = np.sqrt(np.array([_numel(s) for s in table["shape"]]))
     usual = table["param_norm"] / size * np.array([_SPACING[d] for d in table["dtype"]])
     moved = (lost >= 0.5) & (table["update_norm"] > 0)
-    return bool(moved.any() and np.mean(table["update_max"][moved] >= usual[moved]) > 0.5)
+    jumped = table["update_max"] >= usual * np.where(lost >= 0.9, 1.0, 1.5)
+    return bool(moved.any() and jumped[moved].mean() > 0.5)
 
 
 def _numel(shape: str) -> int:

@@ -62,7 +62,10 @@ def _judge(view: View, rows: Rows) -> Iterator[Finding]:
     bad = idle & moved
     if bad.sum() < 2 or bad.sum() < 0.5 * known.sum():
         return
-    updates = float(rows.per_window(moved.astype(float))[rows.windows("window_size") > 1].mean())
+    inner = rows.windows("window_size")[rows.windows("window_size") > 1].mean() - 1.0
+    updates = 1.0 + float(
+        inner * bad.sum() / known.sum()
+    )  # those after the step, and as many inside as were seen to be
     step = rate[bad & (rate > 0)]
     decay = (
         f", so that a decay of {1 - np.median(step):.4g} becomes {(1 - np.median(step)) ** updates:.4g} per step"
