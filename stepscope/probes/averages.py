@@ -55,6 +55,7 @@ class Averages(Probe):
     def on_forward(self, event: events.Forward) -> None:
         """A model that is called in training is none of the copies."""
         if event.training and not any(ref() is event.module for ref in self._models):
+            self._models = [ref for ref in self._models if ref() is not None]
             self._models.append(weakref.ref(event.module))
 
     def on_called(self, event: events.Called) -> None:

@@ -86,11 +86,11 @@ class Clip(Probe):
     def _late(self, row: Row, call: events.ClipCall) -> None:
         """A clip of gradients that a step has used: too late, or meant for other gradients that wait."""
         touched = {id(p) for p in call.parameters}
-        waiting = [w for w in self._waiting() if w.window[-1].micro.number > row.micro.number]
-        if any(not touched.isdisjoint(map(id, w.params)) for w in waiting):
+        waiting = [(w, r) for w, r in self._waiting() if r.micro.number > row.micro.number]
+        if any(not touched.isdisjoint(map(id, w.params)) for w, _ in waiting):
             return
-        for other in waiting:
-            other.window[-1].count("clip_elsewhere")
+        for _, other in waiting:
+            other.count("clip_elsewhere")
         if not waiting:
             row.count("clip_calls")
             row.count("clip_late")
@@ -98,9 +98,9 @@ class Clip(Probe):
             row.cells.setdefault("clip_max_norm", call.max_norm if call.kind == "norm" else None)
             row.cells.setdefault("clip_value", call.max_norm if call.kind == "value" else None)
 
-    def _waiting(self) -> list[WatchedOptimizer]:
-        """Optimizers whose gradients await a step."""
-        return [w for w in self._watched if w.window and w.optimizer is not None]
+    def _waiting(self) -> list[tuple[WatchedOptimizer, Row]]:
+        """Optimizers whose gradients await a step, each with its last micro-step."""
+        return [(w, r) for w in self._watched if (r := w.window.last) is not None and w.optimizer is not None]
 
     def on_attempt(self, event: events.Attempt) -> None:
         """How much of the gradient that the step used had been given to clips?"""
@@ -114,8 +114,8 @@ class Clip(Probe):
         call = event.call
         given = {id(p) for p in call.parameters}
         waiting = self._waiting()
-        for watched in waiting:
-            watched.window[-1].count("clip_elsewhere" if given else "clip_empty")
+        for _, row in waiting:
+            row.count("clip_elsewhere" if given else "clip_empty")
         if given and not waiting:
             for watched in self._watched:
                 if watched.row is not None and not given.isdisjoint(map(id, watched.params)):
@@ -124,7 +124,7 @@ class Clip(Probe):
         if self._told <= _MOST_EVENTS:
             detail = {"gradients": len(call.gradients), "parameters": len(given), "max_norm": call.max_norm}
             self.context.note(
-                "clip_matched_nothing", None, {**detail, "norm": call.total_norm, "waiting": [w.label for w in waiting]}
+                "clip_matched_nothing", None, {**detail, "norm": call.total_norm, "waiting": [w.label for w, _ in waiting]}
             )
 
     def on_called(self, event: events.Called) -> None:
@@ -138,8 +138,7 @@ class Clip(Probe):
                 row.cells["cleared_norm"] = measure.total(measure.norms(held))
 
     def _norm_taken(self, given: set[int], norm: Any) -> None:
-        for watched in self._waiting():
-            row = watched.window[-1]
+        for watched, row in self._waiting():
             if _scaled(row) and any(id(p.grad) in given for p in watched.params):
                 row.cells["scaled_norm_taken"] = norm.detach().clone().reshape(())
 

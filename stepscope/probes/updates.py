@@ -48,7 +48,7 @@ class Updates(Probe):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._snapshots: dict[int, Any] = {}
+        self._snapshots: dict[int, tuple[WatchedOptimizer, Any]] = {}
         self._models: list[weakref.ref[Any]] = []
         self._received: dict[int, set[int]] = {}
         self._described: set[int] = set()
@@ -56,6 +56,7 @@ class Updates(Probe):
     def on_forward(self, event: events.Forward) -> None:
         """Parameters of models that training calls are no master copies."""
         if event.training and not any(ref() is event.module for ref in self._models):
+            self._models = [ref for ref in self._models if ref() is not None]
             self._models.append(weakref.ref(event.module))
 
     def on_backward_end(self, event: events.BackwardEnd) -> None:
@@ -68,8 +69,9 @@ class Updates(Probe):
         """Copy the parameters."""
         watched = event.optimizer
         if watched.index not in self._snapshots:
-            self._snapshots[watched.index] = self.context.measure.Snapshot()
-        self._snapshots[watched.index].take(watched.params)
+            self._snapshots = {i: (w, s) for i, (w, s) in self._snapshots.items() if w.optimizer is not None}
+            self._snapshots[watched.index] = (watched, self.context.measure.Snapshot())
+        self._snapshots[watched.index][1].take(watched.params)
         self._gradients = [p.grad for p in watched.params] if self._count_lost(event) else None
         if event.row is not None:
             event.row.cells["optimizer_state_step"] = _state_step(watched.optimizer)
@@ -86,8 +88,7 @@ class Updates(Probe):
         places = [i for i, p in enumerate(watched.params) if not p.requires_grad]
         if not places:
             return [], []
-        fresh = {i for row in watched.window for i in row.received}
-        received = self._received.get(watched.index, set()) - fresh
+        received = self._received.get(watched.index, set()) - watched.window.received
         called = {id(p) for ref in self._models if (m := ref()) is not None for p in m.parameters()}
         params = watched.params
         without = [i for i in places if i in received or params[i].grad is None]
@@ -103,7 +104,7 @@ class Updates(Probe):
     def on_step_end(self, event: events.StepEnd) -> None:
         """Measure the change."""
         watched = event.optimizer
-        change = self._snapshots[watched.index].measure(watched.params, self._gradients)
+        change = self._snapshots[watched.index][1].measure(watched.params, self._gradients)
         self._gradients = None
         cells = event.row.cells if event.row is not None else {}
         cells["_before"], cells["_change"] = change.before, change.change

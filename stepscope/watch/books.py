@@ -124,14 +124,14 @@ class Books:
             if watched.row is not None:
                 self.seal(watched.row)
             for row in self.orphans:
-                row.optimizer, row.window_step, row.global_step = watched, len(watched.window) + 1, watched.attempts + 1
+                row.optimizer, row.window_step, row.global_step = watched, watched.window.size + 1, watched.attempts + 1
                 row.calls = list(row.micro.calls)
-                watched.window.append(row)
+                watched.window.add(row)
+            *complete, watched.row = self.orphans
             self.orphans.clear()
-            watched.row = watched.window[-1]
-            for row in watched.window[:-1]:
+            for row in complete:
                 self.seal(row)
-        return watched.window[-1] if watched.window else None
+        return watched.window.last
 
     def leave(self, watched: WatchedOptimizer, row: Row) -> None:
         """Tell, once a window, that the gradient that backward left is about to change or to be used."""

@@ -52,6 +52,32 @@ class Row:
         self.cells[column] = self.cells.get(column, 0) + 1
 
 
+class Window:
+    """The micro-steps since the last attempt. Only the last one is kept: a window that never ends must not grow.
+
+    Attributes:
+        size: how many there are.
+        last: the row of the last one.
+        received: the parameters that received a gradient in any of them, by position in the optimizer.
+    """
+
+    __slots__ = ("last", "received", "size")
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.last: Row | None = None
+        self.received: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return self.size > 0
+
+    def add(self, row: Row) -> None:
+        """Take in the next micro-step."""
+        self.size += 1
+        self.last = row
+        self.received.update(row.received)
+
+
 class WatchedOptimizer:
     """An optimizer under watch: its parameters, the open window and the number of attempts.
 
@@ -73,7 +99,7 @@ class WatchedOptimizer:
         self.label = f"{self.kind}/{index}"
         self.attempts = 0
         self.row: Row | None = None
-        self.window: list[Row] = []
+        self.window = Window()
         self.stamps: list[Stamp] = []
         self.params: list[torch.Tensor] = []
         self.before: list[Stamp] = []
@@ -107,19 +133,19 @@ class WatchedOptimizer:
 
     def open_row(self, micro: Micro, received: list[int]) -> Row:
         """A new row at the end of the open window."""
-        row = Row(micro, self, len(self.window) + 1, self.attempts + 1, received=received)
-        self.window.append(row)
+        row = Row(micro, self, self.window.size + 1, self.attempts + 1, received=received)
+        self.window.add(row)
         self.row = row
         return row
 
     def close_window(self) -> Row | None:
         """Count an attempt and end the window; returns its last row, None if no backward preceded the attempt."""
         self.attempts += 1
-        last = self.window[-1] if self.window else None
+        last = self.window.last
         if last is not None:
             last.attempted = True
-            last.cells["window_size"] = len(self.window)
-        self.window = []
+            last.cells["window_size"] = self.window.size
+        self.window = Window()
         return last
 
 

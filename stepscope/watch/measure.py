@@ -32,14 +32,20 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def _real(tensor: Tensor) -> Tensor:
+    """The same as real numbers: a complex tensor as its two parts, in a further dimension. Its L2 norm is the same."""
+    values = dense(tensor)
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 @torch.no_grad()
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """The L2 norm of each tensor. Returns shape ``(len(tensors),)``, float32 or float64, on the first one's device."""
-    values = [dense(t) for t in tensors]
+    values = [_real(t) for t in tensors]
     if not values:
         return torch.zeros(0, device="cpu")
     out: list[Tensor] = [values[0]] * len(values)
@@ -94,7 +100,7 @@ class Change:
     """What a step did to each parameter: vectors of shape ``(parameters,)``.
 
     `low` and `high` are the least and the greatest element of (before - after); `lost` counts elements whose gradient
-    is not zero and that kept their value, None where it was not counted.
+    is not zero and that kept their value, None where it was not counted. The two parts of a complex number count as two.
     """
 
     before: Tensor
@@ -118,7 +124,7 @@ class Snapshot:
     @torch.no_grad()
     def take(self, params: Sequence[Tensor]) -> None:
         """Copy the parameters as they are."""
-        values = [dense(p) for p in params]
+        values = [_real(p) for p in params]
         key = tuple((v.shape, v.dtype, v.device) for v in values)
         if key != self._key:
             self._buffers = tuple(torch.empty_like(v, memory_format=torch.contiguous_format) for v in values)
@@ -133,7 +139,7 @@ class Snapshot:
         The subtraction is done in the parameters' own dtype, in place of the copy; two neighbouring floating-point
         numbers are subtracted without error (Sterbenz), so a change that survived rounding is measured exactly.
         """
-        values = [dense(p) for p in params]
+        values = [_real(p) for p in params]
         lost = with_gradient = None
         if gradients is not None:
             lost, with_gradient = self._lost(values, gradients)
@@ -179,7 +185,7 @@ class Snapshot:
                 lost.append(zero)
                 moved.append(zero)
                 continue
-            has = dense(gradient) != 0
+            has = _real(gradient) != 0
             moved.append(has.sum())
             lost.append((has & (held == value)).sum())
         return _counts(lost), _counts(moved)
@@ -220,9 +226,7 @@ def fingerprint(tensor: Tensor, most: int | None = None) -> Tensor:
         tensor: any dtype and layout.
         most: look at no more than about this many elements, evenly spaced.
     """
-    flat = dense(tensor).reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
+    flat = _real(tensor).reshape(-1)
     if most is not None and flat.numel() > most:
         flat = flat[:: flat.numel() // most + 1]
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -240,7 +244,7 @@ def fingerprint(tensor: Tensor, most: int | None = None) -> Tensor:
 @torch.no_grad()
 def survives_rounding(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Whether each tensor equals its own round trip through a narrower dtype. Shape ``(len(tensors),)``, bool."""
-    values = [dense(t) for t in tensors]
+    values = [_real(t) for t in tensors]
     parts = [((v.to(dtype).to(v.dtype) == v) | v.isnan()).all() for v in values]
     return (
         torch.stack([p.to(parts[0].device, non_blocking=True) for p in parts])

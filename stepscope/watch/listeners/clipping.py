@@ -65,7 +65,7 @@ class ClipListener(Listener):
         for watched in targets or self._filled_by_hand():
             self.books.adopt(watched)
         for watched in targets:
-            row = watched.window[-1] if watched.window else watched.row
+            row = watched.window.last or watched.row
             if row is not None:
                 if watched.window:
                     self.books.leave(watched, row)

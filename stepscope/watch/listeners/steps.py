@@ -104,7 +104,8 @@ class StepListener(Listener):
             return
         closure = (bool(args[1:]) and callable(args[1])) or callable(kwargs.get("closure"))
         micro = self.books.micro
-        if self.books.backward_depth and micro is not None and not any(r.micro is micro for r in watched.window):
+        last = watched.window.last
+        if self.books.backward_depth and micro is not None and (last is None or last.micro is not micro):
             received = [i for i, p in enumerate(watched.params) if p.grad is not None]
             self.books.open_row(watched, micro, received)
         row = self.books.adopt(watched)
@@ -127,7 +128,7 @@ class StepListener(Listener):
         _, begin = self.books.stepping.pop()
         if not begin:
             return
-        row = watched.window[-1] if watched.window else None
+        row = watched.window.last
         self.books.sink(events.StepEnd(watched, row, (time.perf_counter() - begin) * 1e3))
         if self.books.scaler_step is None:
             self.books.attempt(watched, ran=True, found_inf=None, scaler=None)
