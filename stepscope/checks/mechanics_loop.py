@@ -134,6 +134,12 @@ def _gradient_problem(number: int, window: dict[str, Any]) -> Finding | None:
     ratio = _ratio(window)
     if any(abs(ratio - right) < 1e-4 for right in (1.0, share)):
         return None
+    if math.isnan(ratio):
+        return finding(
+            "mechanics-loop",
+            f"the gradient of step {number} is no multiple of the mean over micro-steps {window['micro_steps']}: old "
+            "gradients are still in it, or some micro-step is missing",
+        )
     hints = {float(K): ": the loss is not divided by accumulation_steps", 1 / K: ": the loss is divided twice"}
     return finding(
         "mechanics-loop",
@@ -225,7 +231,8 @@ class _NotingScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
 
     def update(self, new_scale: Any = None) -> None:
-        self.diary.calls.append("update")
+        after_step = self.diary.windows and not self.diary.calls
+        (self.diary.windows[-1]["order"] if after_step else self.diary.calls).append("update")
         super().update(new_scale)
 
 

@@ -247,7 +247,7 @@ def _totals(rates: Rates, counting: Counting, *, far: bool) -> list[float]:
     """The run's own length, one more or less, and the start of a plateau at its end; `far`: lengths beyond the run."""
     end = int(counting.s[-1]) + 1 - counting.first
     if far:
-        longer = set(np.linspace(end, 5 * end, 100).round().astype(int).tolist())
+        longer = set(np.linspace(end, 5 * end, min(4 * end + 1, 400)).round().astype(int).tolist())
         return [
             float(T) for T in sorted(longer | {m * 10**k for k in range(1, 7) for m in (1, 2, 5) if m * 10**k > end})
         ]

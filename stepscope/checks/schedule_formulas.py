@@ -116,6 +116,7 @@ FORMULAS: dict[str, Formula] = {
             _first,
             "micro-step",
         ),
+        Formula("cosine", "lr·(r + (1 − r)·(1 + cos(π·s/T))/2): CosineAnnealingLR", _free_cosine, "T", _with_floor),
         Formula(
             "warmup-cosine",
             "lr·s/w for s < w, then lr·(r + (1 − r)·(1 + cos(π·(s − w)/(T − w)))/2)",
@@ -123,7 +124,6 @@ FORMULAS: dict[str, Formula] = {
             "Tw",
             _with_floor,
         ),
-        Formula("cosine", "lr·(r + (1 − r)·(1 + cos(π·s/T))/2): CosineAnnealingLR", _free_cosine, "T", _with_floor),
         Formula("linear", "lr·(1 − (1 − r)·s/T): LinearLR, PolynomialLR of power 1", _straight, "T", _with_floor),
         Formula("warmup-linear", "lr·s/w for s < w, then lr·(T − s)/(T − w)", _warmup_linear, "Tw", _first),
         Formula(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -15,6 +14,8 @@ from stepscope.checks.states import Difference, differences
 from stepscope.errors import StepscopeError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from stepscope.rules.outcome import Outcome
 
 CODE = "CHK200"
