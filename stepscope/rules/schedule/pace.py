@@ -134,6 +134,12 @@ def _length(scheduler: dict[str, Any], built: dict[int, dict[str, Any]]) -> floa
     return float(settings["total_iters"]) if "total_iters" in settings and falls else None
 
 
+def saves_state(view: View, rows: Rows) -> bool:
+    """Whether the optimizer's state went into a checkpoint: the run may be meant to be continued."""
+    saves = descriptions(view, rows, "saved", "saved_again")
+    return any("optimizer" in d.get("holds", ()) or d.get("where") == "state_dict" for d in saves)
+
+
 def resumes(view: View, rows: Rows) -> bool:
     """Whether the run goes on from an earlier one: its first rate need not be the start of a schedule."""
     loads = descriptions(view, rows, "optimizer_loaded", "scheduler_loaded")

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stepscope.rules.base import Rule
-from stepscope.rules.schedule.pace import Pace, length, moving, pace, rates, settled, span
+from stepscope.rules.schedule.pace import Pace, length, moving, pace, rates, resumes, saves_state, settled, span
 from stepscope.rules.view import Rows, View, finding
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def _too_fast(view: View, rows: Rows, found: Pace, k: int) -> Iterator[Finding]:
     else:
         end = settled(lr)
         endless = any("gamma" in d["settings"] for d in moving(view, rows))  # steps and exponentials: no end to reach
-        if not endless and end > 0.75 * micro and lr[-1] <= 0.1 * np.nanmax(lr):
+        falls = bool((np.diff(lr[int(np.nanargmax(lr)) :]) <= 0).all())
+        if falls and not endless and end > 0.75 * micro and lr[-1] <= 0.1 * np.nanmax(lr):
             return  # it comes to its end with the run: its unit is the micro-batch
         why = (
             f"its rate stands still from micro-step {end + 1} of {micro} on"
@@ -119,8 +120,10 @@ def _by_hand(rows: Rows, k: int) -> Iterator[Finding]:
 def _too_slow(view: View, rows: Rows, k: int) -> Iterator[Finding]:
     planned = length(view, rows)
     micro, windows = int(rows.ends[-1]) + 1, len(rows.ends)
-    if planned is None or k < 3 or windows < 4 or abs(planned - micro) > max(1, 0.02 * micro):
+    if planned is None or windows < 4 or resumes(view, rows) or abs(planned - micro) > max(1, 0.02 * micro):
         return
+    if k == 2 and saves_state(view, rows):
+        return  # it may as well have been stopped half-way, to be continued
     lr = rates(rows)
     yield finding(
         RULE.code,

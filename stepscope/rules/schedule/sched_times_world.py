@@ -36,6 +36,7 @@ import numpy as np
 
 from stepscope.rules.base import Rule
 from stepscope.rules.schedule.pace import Pace, length, pace, rates, settled, span
+from stepscope.rules.schedule.sched_total_steps import mirrored
 from stepscope.rules.view import Rows, View, finding
 
 if TYPE_CHECKING:
@@ -62,12 +63,11 @@ def _too_fast(view: View, rows: Rows, found: Pace) -> Iterator[Finding]:
     planned, end = length(view, rows), settled(lr)
     short = planned is not None and planned <= 0.75 * found.total
     still = end <= 0.75 * count and count - end >= 3 and lr[-1] <= np.nanmin(lr)
-    if short or still:
-        told = (
-            f"stands still at {lr[-1]:.3g} from step {end + 1} of {count} on"
-            if still
-            else f"has a length of {planned:g} steps"
-        )
+    again = mirrored(view, rows) is not None
+    if short or still or again:
+        told = f"has a length of {planned:g} steps" if short else "has passed its end, so that the rate rises again"
+        if still:
+            told = f"stands still at {lr[-1]:.3g} from step {end + 1} of {count} on"
         yield finding(
             RULE.code,
             RULE.name,

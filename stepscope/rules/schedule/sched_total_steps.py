@@ -37,7 +37,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stepscope.rules.base import Rule
-from stepscope.rules.schedule.pace import descriptions, length, moving, pace, rate_columns, rates, settled, span
+from stepscope.rules.schedule.pace import (
+    length,
+    moving,
+    pace,
+    rate_columns,
+    rates,
+    resumes,
+    saves_state,
+    settled,
+    span,
+)
 from stepscope.rules.view import Array, Rows, View, finding
 
 if TYPE_CHECKING:
@@ -53,7 +63,7 @@ def judge(view: View) -> Iterator[Finding]:
         yield finding(RULE.code, RULE.name, "warning", f"the scheduler was stepped more often than it is long: {error}")
         return
     for rows in view.stepping:
-        signs = (_past_the_end, _below_zero, _zero_early, _mirrored, _wrong_unit, _declared, _unfinished)
+        signs = (_past_the_end, _below_zero, _zero_early, mirrored, _wrong_unit, _declared, _unfinished)
         found = next((f for sign in signs if (f := sign(view, rows)) is not None), None)
         if found is not None:
             yield found
@@ -109,7 +119,7 @@ def _zero_early(view: View, rows: Rows) -> Finding | None:
     return _tell(rows, rows.ends[end:], "warning", text, end, count)
 
 
-def _mirrored(view: View, rows: Rows) -> Finding | None:
+def mirrored(view: View, rows: Rows) -> Finding | None:
     """A half cosine to nearly zero, and back up the same way: a formula that was not stopped at its end."""
     if any("T_0" in d["settings"] or "base_momentums" in d["settings"] for d in moving(view, rows)):
         return None  # cycles by design
@@ -165,18 +175,37 @@ def _wrong_unit(view: View, rows: Rows) -> Finding | None:
 
 
 def _declared(view: View, rows: Rows) -> Finding | None:
-    """The declared number of optimizer steps against the length of the schedule."""
-    total, planned, found = view.declared.get("total_steps"), length(view, rows), pace(rows)
-    if not total or planned is None or not found.each_window or found.each_micro_step:
+    """The declared number of optimizer steps against the length of the schedule, known or read off its rates."""
+    total, found = view.declared.get("total_steps"), pace(rows)
+    if not total or found.each_micro_step or (found.total and not found.each_window):
         return None
-    meant = int(total) * max(1, found.per_window)
-    if abs(planned - meant) <= max(1, 0.1 * meant):
+    known, ticks = length(view, rows), max(1, found.per_window)
+    if known is None and resumes(view, rows):
+        return None  # where the schedule began is not in this trace
+    planned = known / ticks if known is not None else _extrapolated(rates(rows))
+    if planned is None or abs(planned - int(total)) <= max(1, (0.1 if known is not None else 0.25) * int(total)):
         return None
     text = (
-        f"{int(total)} optimizer steps are declared and the scheduler moves {max(1, found.per_window)} times in each, but its "
-        f"schedule is {planned:g} steps long: it should be {meant}"
+        f"{int(total)} optimizer steps are declared, but the schedule ends after {planned:.4g} of them: the rate is "
+        f"{rates(rows)[-1]:.3g} after {len(rows.ends)} steps, {np.nanmax(rates(rows)):.3g} at its highest"
     )
-    return _tell(rows, rows.ends, "warning", text, planned, meant)
+    return _tell(rows, rows.ends, "warning", text, planned, int(total))
+
+
+def _extrapolated(lr: Array) -> float | None:
+    """The step at which a straight line or half a cosine through the falling rates reaches zero; None for other curves."""
+    peak = len(lr) - 1 - int(np.argmax(lr[::-1])) if len(lr) and np.isfinite(lr).all() else 0
+    falling = lr[peak:]
+    if len(falling) < 6 or not (np.diff(falling) < 0).all() or falling[-1] <= 0:
+        return None
+    steps = np.arange(len(falling))
+    slopes = np.diff(falling)
+    if np.allclose(slopes, slopes.mean(), rtol=1e-4, atol=0.0):
+        return float(peak + falling[0] / -slopes.mean())
+    angle = np.arccos(2 * falling[1:] / falling[0] - 1)
+    if np.allclose(angle / steps[1:], angle[-1] / steps[-1], rtol=1e-3, atol=0.0):
+        return float(peak + np.pi * steps[-1] / angle[-1])
+    return None
 
 
 def _unfinished(view: View, rows: Rows) -> Finding | None:
@@ -187,11 +216,7 @@ def _unfinished(view: View, rows: Rows) -> Finding | None:
     if planned is None or not ended or view.after is not None or not np.isfinite(position).any():
         return None
     last = float(np.nanmax(position))
-    saved = any(
-        "optimizer" in d.get("holds", ()) or d.get("where") == "state_dict"
-        for d in descriptions(view, rows, "saved", "saved_again")
-    )
-    if saved or last >= planned / 3 or len(lr) < 10 or last < 2:
+    if saves_state(view, rows) or last >= planned / 3 or len(lr) < 10 or last < 2:
         return None
     text = (
         f"the run ended at step {last:g} of a schedule of {planned:g}: the rate is still {lr[-1]:.3g}; right if the run was cut "

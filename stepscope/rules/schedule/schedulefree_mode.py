@@ -65,7 +65,7 @@ def judge(view: View) -> Iterator[Finding]:
 
 
 def _ships_weights(save: dict[str, Any]) -> bool:
-    return bool(save["train_mode"]) and "tensors" in save["holds"] and "optimizer" not in save["holds"]
+    return bool(save.get("train_mode")) and "tensors" in save["holds"] and "optimizer" not in save["holds"]
 
 
 def _tell(rows: Rows, events: list[dict[str, Any]], what: str) -> Finding:

@@ -44,6 +44,9 @@ FAULTS = {
     "four times a step, cosine": ("sched-times-world", loops.stepped(cosine_lr(24), times=4)),
     "four times a step, linear": ("sched-times-world", loops.stepped(loops.lambda_lr(loops.linear(24, 2)), times=4)),
     "twice a step, floor": ("sched-times-world", loops.stepped(loops.lambda_lr(lambda s: max(0.1, 1 - s / 24)), times=2)),
+    "four times a step, cosine lambda": ("sched-times-world", loops.stepped(loops.lambda_lr(loops.cosine(24, 1.0)), windows=24, times=4)),
+    "per-micro cosine lambda, K odd": ("sched-per-microbatch", loops.stepped(loops.lambda_lr(loops.cosine(16, 1.0)), windows=16, k=3, per="micro")),
+    "length in micro-batches, K of two": ("sched-per-microbatch", loops.stepped(cosine_lr(48), windows=24, k=2)),
     "one-cycle too short": ("sched-total-steps", loops.stepped(one_cycle(20))),
     "cosine by hand too short": ("sched-total-steps", loops.by_hand(loops.cosine(16), windows=30)),
     "cosine lambda too short": ("sched-total-steps", loops.stepped(loops.lambda_lr(loops.cosine(12, 1.0)), windows=30)),
@@ -163,6 +166,22 @@ def test_declared_total_is_compared_with_the_length():
     assert "sched-total-steps" not in loud(findings(loop))
     found = findings(loop, {"total_steps": 20})["sched-total-steps"]
     assert (found.evidence["observed"], found.evidence["expected"]) == (100, 20)
+
+
+@pytest.mark.parametrize("factor", [loops.linear(200), loops.cosine(200, 1.0)], ids=["linear", "cosine"])
+def test_declared_total_is_compared_with_the_curve_of_an_unknown_schedule(factor):
+    """A lambda of 200 steps in a run of 20: the curve, drawn on, ends at 200."""
+    loop = loops.stepped(loops.lambda_lr(factor), windows=20)
+    assert not loud(findings(loop))
+    found = findings(loop, {"total_steps": 20})["sched-total-steps"]
+    assert found.evidence["observed"] == pytest.approx(200, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "factor", [loops.linear(24), loops.linear(25, 4), loops.cosine(24, 1.0)], ids=["linear", "warm-up", "cosine"]
+)
+def test_declared_total_that_fits_the_curve_is_silent(factor):
+    assert not loud(findings(loops.stepped(loops.lambda_lr(factor)), {"total_steps": 24}))
 
 
 def test_advance_on_skip_counts_the_drift():
