@@ -36,10 +36,11 @@ def columns(
 
 def declared(table: Table) -> tuple[Column, ...]:
     """The columns of a table, in the order in which they are recorded."""
+    if table == "events":
+        return EVENT_COLUMNS
     from stepscope.recorder import param_columns, step_columns
 
-    made = {"steps": step_columns, "params": param_columns, "events": lambda: EVENT_COLUMNS}
-    return tuple(made[table]())
+    return tuple(step_columns() if table == "steps" else param_columns())
 
 
 def _json(chosen: dict[Table, tuple[Column, ...]]) -> str:

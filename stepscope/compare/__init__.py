@@ -16,8 +16,6 @@ from stepscope.compare.tolerance import HOST_RTOL, relative, tolerance
 from stepscope.errors import StepscopeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from stepscope.store.trace import Trace
 
 ORDER = (

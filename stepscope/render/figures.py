@@ -42,7 +42,7 @@ def figure(chart: Chart, *, legend: bool = True) -> go.Figure:
     layout["xaxis"] |= {"range": [x.low, x.high], "title": {"text": "micro-step"}, "tickformat": ",d"}
     layout["yaxis"]["type"] = "log" if chart.log else "linear"
     y = value_axis(chart, x)
-    if len({v for s in chart.series for v in (s.y.min(), s.y.max())}) == 1:
+    if len({v for s in chart.series if len(s.y) for v in (s.y.min(), s.y.max())}) == 1:
         layout["yaxis"]["range"] = [math.log10(y.low), math.log10(y.high)] if chart.log else [y.low, y.high]
     layout["yaxis"]["domain"] = [strip + 0.02 if strip else 0, 1]
     if strip:

@@ -177,7 +177,7 @@ def verdict(outcomes: Sequence[Outcome], *, complete: bool, scope: str = "") -> 
     severities = [f.severity for o in outcomes for f in o.findings]
     counts = [counted(severities.count(s), s) for s in SEVERITIES if s in severities]
     passed, skipped = (sum(o.status == status for o in outcomes) for status in ("passed", "skipped"))
-    counts += [f"{passed} passed", f"{skipped} skipped"] if outcomes else []
+    counts += [f"{passed} passed", f"{skipped} not judged"] if outcomes else []
     line = "; ".join([", ".join(counts) or "no rule was asked", *([scope] if scope else [])])
     if not outcomes:
         return Verdict("not judged", "unknown", "Not judged", line)

@@ -45,7 +45,7 @@ def test_text_shows_verdict_findings_fix_and_reasons(model):
     text = render(model, "text")
     lines = text.splitlines()
     assert lines[0] == "✕ This loop is wrong"
-    assert "1 error, 1 notice, 2 passed, 1 skipped; 50 micro-steps, 13 optimizer steps" in lines[1]
+    assert "1 error, 1 notice, 2 passed, 1 not judged; 50 micro-steps, 13 optimizer steps" in lines[1]
     assert "fix: Divide the loss before backward:" in text
     assert "needs at least two processes: ddp-token-mean" in text
     assert re.search(r"loss +█", text)

@@ -77,7 +77,7 @@ def test_findings_numbers_and_pictures_need_no_script(soup):
 def test_title_and_heading_hold_the_verdict(soup):
     assert (
         soup.title.text
-        == "This loop is wrong: 1 error, 1 notice, 2 passed, 1 skipped; 50 micro-steps, 13 optimizer steps · train.py"
+        == "This loop is wrong: 1 error, 1 notice, 2 passed, 1 not judged; 50 micro-steps, 13 optimizer steps · train.py"
     )
     assert soup.h1.get_text(strip=True) == "This loop is wrong"
 
@@ -141,3 +141,12 @@ def test_prose_of_a_rule():
     assert prose("One `a<b` two\nlines.\n\n    x = 1\n    y = 2\n\nEnd.") == (
         "<p>One <code>a&lt;b</code> two lines.</p>\n<pre>x = 1\ny = 2</pre>\n<p>End.</p>"
     )
+
+
+def test_a_run_whose_losses_are_all_nan_gives_marks_and_no_line(build):
+    model = build(nan_loss=tuple(range(1, 51)), skips=tuple(range(1, 14)))
+    loss = next(c for c in model.charts if c.id == "fig-loss")
+    assert len(loss.series[0].x) == 0
+    assert [m.spans for m in loss.marks] == [((1, 50),)]
+    assert loss.caption == "50 values are not finite."
+    assert 'id="fig-loss"' in render_html(model, plotly=PLOTLY)
