@@ -183,7 +183,9 @@ def _weigh(term: dict[str, Any], scale: float) -> None:
     term["count"] = count
     divide = _number(term["per"]) or mass if reduction == "mean" else 1.0
     known = term["uniform"] is None or bool(term["uniform"])
-    term["target_weight"] = arrived / divide if known and divide and reduction and (count is None or count > 0) else None
+    term["target_weight"] = (
+        arrived / divide if known and divide and reduction and (count is None or count > 0) else None
+    )
 
 
 def _weigh_elements(term: dict[str, Any], arrived: float, scale: float) -> None:
@@ -223,11 +225,7 @@ def _value(main: dict[str, Any], terms: list[dict[str, Any]], root: Any, scale: 
     equal = all(math.isclose(t["weight"], main["weight"], rel_tol=1e-5) for t in terms)
     if root is None or not (main["alone"] or equal):
         return None
-    return _ratio(float(root), main["weight"] * scale)
-
-
-def _ratio(a: float, b: float) -> float:
-    return a / b if b else math.nan
+    return float(root) / (main["weight"] * scale) if main["weight"] else None
 
 
 def _named(output: Any, name: str) -> Any:

@@ -37,7 +37,16 @@ class Progress(Probe):
     name = "progress"
     columns = (
         *KEYS,
-        Column("epoch", "int64", "epochs", "times the DataLoader of this batch has been started", "no DataLoader was used"),
+        Column(
+            "epoch", "int64", "epochs", "times the DataLoader of this batch has been started", "no DataLoader was used"
+        ),
+        Column(
+            "loader_pass",
+            "int64",
+            "1",
+            "number of the DataLoader pass that this batch came from, over all loaders, from 1",
+            "no DataLoader was used",
+        ),
         Column("optimizer", "string", "", "class and index of the optimizer", "no optimizer claimed the gradients"),
         Column("window_step", "int64", "micro-steps", "place in the window, from 1"),
         Column("window_size", "int64", "micro-steps", "micro-steps in the window", "not the window's last row"),
@@ -45,19 +54,44 @@ class Progress(Probe):
         Column("applied_steps", "int64", "optimizer steps", "attempts up to here that were not skipped"),
         Column("sync_gradients", "bool", "", "an optimizer step was attempted after this micro-step"),
         Column("tail", "bool", "", "the window is shorter than the declared or usual K", "not the window's last row"),
-        Column("calls", "string", "", "calls up to the next micro-step, a letter each: " + ", ".join(f"{k} {v}" for k, v in CALLS.items())),
+        Column(
+            "calls",
+            "string",
+            "",
+            "calls up to the next micro-step, a letter each: " + ", ".join(f"{k} {v}" for k, v in CALLS.items()),
+        ),
         Column("closure", "bool", "", "the step evaluated a closure", "not the window's last row"),
-        Column("before_closure", "int64", "micro-steps", "micro-steps of the window that ran before a step with a closure, outside of it", "the step evaluated no closure"),
+        Column(
+            "before_closure",
+            "int64",
+            "micro-steps",
+            "micro-steps of the window that ran before a step with a closure, outside of it",
+            "the step evaluated no closure",
+        ),
         Column("step_in_backward", "bool", "", "the step ran inside backward", "not the window's last row"),
-        Column("attempted_at", "int64", "micro-steps", "backward passes begun when the step was attempted, other optimizers' too", "not the window's last row"),
-        Column("params_moved", "bool", "", "parameters were written to between this optimizer's backward before and this one; writes through .data leave no trace", "the first micro-step"),
+        Column(
+            "attempted_at",
+            "int64",
+            "micro-steps",
+            "backward passes begun when the step was attempted, other optimizers' too",
+            "not the window's last row",
+        ),
+        Column(
+            "params_moved",
+            "bool",
+            "",
+            "parameters were written to between this optimizer's backward before and this one; writes through .data leave no trace",
+            "the first micro-step",
+        ),
     )
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._epochs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._iterators: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._iterators: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._epoch: int | None = None
+        self._pass: int | None = None
+        self._passes = 0
         self._sizes: dict[int, Counter[int]] = {}
         self._applied: Counter[int] = Counter()
         self._rowless: dict[int, list[Any]] = {}
@@ -69,16 +103,17 @@ class Progress(Probe):
     def on_called(self, event: events.Called) -> None:
         """Follow the DataLoaders: a batch belongs to the epoch in which its iterator was started."""
         if event.name == "loader_iter":
+            self._passes += 1
             loader = event.detail["loader"]
             if loader is not None:
                 self._epochs[loader] = self._epochs.get(loader, 0) + 1
-                self._iterators[event.detail["iterator"]] = self._epochs[loader]
+                self._iterators[event.detail["iterator"]] = (self._epochs[loader], self._passes)
         elif event.name == "loader_next":
-            self._epoch = self._iterators.get(event.detail["iterator"])
+            self._epoch, self._pass = self._iterators.get(event.detail["iterator"], (None, None))
 
     def on_backward_begin(self, event: events.BackwardBegin) -> None:
         """Note the epoch of the batch."""
-        event.micro.cells["epoch"] = self._epoch
+        event.micro.cells["epoch"], event.micro.cells["loader_pass"] = self._epoch, self._pass
         self._begun = event.micro.number
         self._now.clear()
 

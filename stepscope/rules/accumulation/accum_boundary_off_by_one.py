@@ -85,7 +85,7 @@ def _mostly_wrong(w: Windows, k: int, off: Mask) -> bool:
     if not (w.k_of_weights or w.declared) or len(w) < 3 or (w.lost[w.rows.window_of < len(w)]).any():
         return False
     weights_say_k = np.nanmedian(w.weight) * k if np.isfinite(w.weight).any() else np.nan
-    if not close(weights_say_k, 1.0) or off.mean() < 0.6:
+    if not close(weights_say_k, 1.0) or (off & ~w.crosses).mean() < 0.6:
         return False
     usual = int(w.usual or 0)
     inverted = k > 2 and usual == 1 and np.isin(w.live, (1, 2)).all() and (w.live == 2).sum() >= 1

@@ -52,7 +52,8 @@ def judge(view: View) -> list[Finding]:
 
 def _judge(w: Windows) -> list[Finding]:
     count = w.rows.per_window(np.where(w.used_rows, w.rows["num_items"], 0.0))
-    whole = w.rows.per_window(np.where(w.used_rows, w.rows["target_weight"] * w.rows["num_items"], 0.0)) * w.divided
+    whole = w.rows.per_window(np.where(w.used_rows, w.rows["target_weight"] * w.rows["num_items"], 0.0))
+    whole = np.where(close(whole * w.ratio, 1.0), 1.0, whole * w.divided)
     wrong = np.isfinite(whole) & (whole > 0) & ~close(whole, 1.0, 0.002) & ~w.closure & ~_by_k(w, whole)
     if not wrong.any() or wrong.sum() < 0.2 * len(w):
         return []

@@ -83,9 +83,9 @@ def one_stream(w: Windows, chosen: np.ndarray) -> bool:
     rows = w.rows
     used = w.used_rows & np.isin(rows.window_of, np.flatnonzero(chosen))
     kinds = set(zip(rows["loss_kind"][used], rows["loss_reduction"][used], strict=True))
-    prints = rows["batch_fingerprint"][used]
-    known = prints[np.isfinite(prints)]
-    fresh = not len(known) or len(np.unique(known)) > 0.75 * len(known)
+    pairs = np.stack([rows.window_of[used], rows["batch_fingerprint"][used]])
+    pairs = pairs[:, np.isfinite(pairs[1])]
+    fresh = len(np.unique(pairs, axis=1).T) > 0.9 * pairs.shape[1] or not pairs.size
     forwards = [("F" in (c or "")) for c in rows["calls"][used]]
     return len(kinds) == 1 and fresh and all(forwards)
 

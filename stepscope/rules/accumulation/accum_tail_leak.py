@@ -75,8 +75,7 @@ def _judge(w: Windows) -> list[Finding]:
 def _crossing(w: Windows, long: Mask) -> Mask:
     """Long windows in which an epoch ends; without epochs those that are alike and evenly spaced."""
     if w.last_of_epoch.any():
-        before = np.concatenate([[0], np.cumsum(w.last_of_epoch)])
-        return np.asarray(long & (before[w.end] - before[w.live_from] > 0))
+        return np.asarray(long & w.crosses)
     place = np.flatnonzero(long)
     even = len(place) >= 2 and len(np.unique(np.diff(w.end[place]))) == 1 and len(np.unique(w.live[place])) == 1
     return long if even and long.mean() <= 0.5 else np.zeros_like(long)

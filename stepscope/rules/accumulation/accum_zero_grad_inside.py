@@ -52,7 +52,7 @@ def _judge(w: Windows) -> list[Finding]:
     gone = w.rows.per_window(w.lost.astype(np.float64)) > 0
     several = (w.size >= 2) & ~w.closure
     wrong = several & gone & (_weights_lost(w) | _declared_lost(w)) & ~_rewritten(w)
-    if wrong.sum() < 2 or wrong.sum() < 0.5 * several.sum():
+    if wrong.sum() < 2 or wrong.sum() < 0.5 * len(w):
         return []
     size, live = most_common(w.size[wrong]), most_common(w.live[wrong])
     used = float(np.nanmedian(w.used[wrong])) if np.isfinite(w.used[wrong]).any() else np.nan
@@ -88,13 +88,7 @@ def _declared_lost(w: Windows) -> Mask:
 
 def _rewritten(w: Windows) -> Mask:
     """``.grad`` was larger at the step than the last backward left it: somebody put a sum back."""
-    rows = w.rows
-    scale = rows.windows("loss_scale_before")
-    left = rows.windows("grad_norm_scaled") / np.where(np.isfinite(scale), scale, 1.0)
-    clipped = rows.windows("clip_norm")
-    seen = np.where(np.isfinite(clipped), rows.windows("grad_norm"), rows.windows("grad_norm_clipped"))
-    with np.errstate(invalid="ignore"):
-        return np.asarray(seen > left * (1.0 + CLOSE))
+    return np.asarray(w.ratio > 1.0 + CLOSE)
 
 
 RULE = Rule(

@@ -145,20 +145,25 @@ class Windows:
         return self.rows.per_window(np.where(self.used_rows, self.weight, 0.0))
 
     @cached_property
-    def divided(self) -> Array:
-        """Factor by which ``.grad`` itself was multiplied between the last backward and the clip (or step); 1 if by none.
-
-        Only a factor that the windows of one size share is taken as a division: one that varies is a clip written by
-        hand, or an average over processes.
-        """
+    def ratio(self) -> Array:
+        """Norm of ``.grad`` at the clip (or the step) over its norm as the last backward left it; NaN where not seen."""
         rows = self.rows
         scale = rows.windows("loss_scale_before")
         left = rows.windows("grad_norm_scaled") / np.where(np.isfinite(scale), scale, 1.0)
-        clipped = rows.windows("clip_norm")
-        seen = np.where(np.isfinite(clipped), rows.windows("grad_norm"), rows.windows("grad_norm_clipped"))
+        clipped = np.isfinite(rows.windows("clip_norm"))
+        seen = np.where(clipped, rows.windows("grad_norm"), rows.windows("grad_norm_clipped"))
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = seen / left
-        return _shared(ratio, self.size)
+            return np.asarray(seen / left)
+
+    @cached_property
+    def divided(self) -> Array:
+        """Factor by which ``.grad`` itself was multiplied between the last backward and the clip (or step); 1 if by none.
+
+        Only a factor that the windows of one size share, or that makes the weights come to one, is taken as a division:
+        one that varies otherwise is a clip written by hand, or an average over processes.
+        """
+        shared = _shared(self.ratio, self.size)
+        return np.where(close(self.used * self.ratio, 1.0), self.ratio, shared)
 
     @cached_property
     def effective(self) -> Array:
@@ -192,17 +197,20 @@ class Windows:
 
     @cached_property
     def last_of_epoch(self) -> Mask:
-        """Rows after which the next belongs to another epoch, and the last one; all False without epochs. ``(rows,)``."""
-        epoch = self.rows["epoch"]
-        if not len(epoch) or not np.isfinite(epoch).any():
-            return np.zeros(len(epoch), dtype=np.bool_)
-        return np.concatenate([epoch[1:] != epoch[:-1], [True]])
+        """Rows that are the last of their pass over a DataLoader; all False where none was used. Shape ``(rows,)``."""
+        passes = self.rows["loader_pass"]
+        last = np.zeros(len(passes), dtype=np.bool_)
+        seen = np.flatnonzero(np.isfinite(passes))
+        if len(seen):
+            _, first_from_behind = np.unique(passes[seen][::-1], return_index=True)
+            last[seen[len(seen) - 1 - first_from_behind]] = True
+        return last
 
     @cached_property
-    def first_of_epoch(self) -> Mask:
-        """Rows that are the first of their epoch; the very first one always. Shape ``(rows,)``."""
-        first = np.concatenate([[True], self.last_of_epoch[:-1]]) if len(self.rows) else np.zeros(0, dtype=np.bool_)
-        return np.asarray(first, dtype=np.bool_)
+    def crosses(self) -> Mask:
+        """An epoch ends among the micro-steps that the step used, before the last of them."""
+        before = np.concatenate([[0], np.cumsum(self.last_of_epoch)])
+        return np.asarray(before[self.end] - before[self.live_from] > 0) if len(self) else np.zeros(0, dtype=np.bool_)
 
     def mask(self, windows: Mask | Array) -> Array:
         """Positions of the last rows of the chosen windows, for `finding`."""

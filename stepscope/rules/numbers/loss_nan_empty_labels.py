@@ -56,9 +56,7 @@ def _judge(w: Windows) -> list[Finding]:
     bad = (w.rows.windows("grad_nonfinite") > 0) & ~(w.rows.windows("step_skipped") == 1.0)
     applied = hit & bad & _weights_were_finite(w)
     at = int(np.flatnonzero(empty)[0])
-    where = (
-        f"micro-step {int(w.rows['micro_step'][at])} has no valid target and a loss of {float(w.rows['loss'][at]):g}"
-    )
+    where = f"micro-step {int(w.rows['micro_step'][at])} has no valid target and a loss that is not finite"
     if applied.any():
         text = (
             f"{where}: its gradients are not finite and the step was executed, so that every weight it touched is lost; "
@@ -76,7 +74,7 @@ def _judge(w: Windows) -> list[Finding]:
 def _empty(w: Windows) -> Mask:
     """Rows whose loss is not finite because nothing counts in it."""
     rows = w.rows
-    loss = np.where(rows.seen("loss"), rows["loss"], rows["loss_scaled"])
+    loss = np.where(rows.seen("loss_scaled"), rows["loss_scaled"], rows["loss"])
     seen = rows.seen("loss") | rows.seen("loss_scaled")
     nothing = (rows["num_items"] == 0.0) | (rows["loss_divisor"] == 0.0)
     return np.asarray(seen & ~np.isfinite(loss) & nothing)

@@ -93,7 +93,7 @@ def _off(w: Windows, k: int) -> np.ndarray:
 
 
 RULE = Rule(
-    "RES610",
+    "RES620",
     "resume-accum-factor",
     "error",
     judge,
