@@ -35,6 +35,7 @@ class LossScale(Probe):
         Column("skip_reason", "string", "", "why it was skipped", "it was not"),
         Column("step_in_scaler", "bool", "", "the step was called by scaler.step", _LAST),
         Column("grad_scaled_at_step", "bool", "", "the gradients still carried the loss scale when the step began", _LAST),
+        Column("fused_step_hooked", "bool", "", "the script hooks, or has replaced, the step of this fused optimizer", "the step is not fused, or not the scaler's"),
     )  # fmt: skip
 
     def __init__(self, context: Context) -> None:
@@ -106,6 +107,8 @@ class LossScale(Probe):
         row.cells["step_in_scaler"] = event.in_scaler
         divides = event.in_scaler and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         row.cells["grad_scaled_at_step"] = scaled and not divides
+        if divides:
+            row.cells["fused_step_hooked"] = _hooked(optimizer)
         divisor = getattr(optimizer, "grad_scale", None) if divides else None
         if divisor is not None:
             row.cells["unscale_divisor"] = row.cells["_step_divisor"] = divisor.detach().clone().reshape(())
@@ -156,6 +159,14 @@ class LossScale(Probe):
         cells["step_skipped"] = cells.get("_ran") is False or bool(found)
         if cells["step_skipped"]:
             cells["skip_reason"] = "gradients not finite" if found else "the scaler did not call the optimizer"
+
+
+def _hooked(optimizer: Any) -> bool:
+    """Whether the script is told of each call of ``step``; schedulers wrap it too, and mark their wrapper."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return True
+    own = optimizer.__dict__.get("step")
+    return own is not None and not hasattr(own, "_wrapped_by_lr_sched")
 
 
 def _held(watched: WatchedOptimizer | None) -> dict[str, Any]:

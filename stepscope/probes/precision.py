@@ -63,6 +63,7 @@ class Precision(Probe):
         self._model: str | None = None
         self._stepped_in: dict[int, int] = {}
         self._forward_region: int | None = None
+        self._called = False
 
     def on_called(self, event: events.Called) -> None:
         """Enter and exit of regions."""
@@ -97,7 +98,7 @@ class Precision(Probe):
             self._open[-1].trained += event.training
             self._open[-1].evaluated += not event.training
         if event.training:
-            self._forward_region = self._cache()
+            self._forward_region, self._called = self._cache(), True
             first = next(event.module.parameters(), None)
             if first is not None:
                 self._model = str(first.dtype).removeprefix("torch.")
@@ -107,6 +108,9 @@ class Precision(Probe):
         for region in self._open:
             if region.dtype is not None and region.trains:
                 self._dtype = region.dtype
+        if not self._called and self._open:  # a loss computed without calling a module, in the region that is open now
+            self._forward_region = self._cache()
+        self._called = False
         cells = event.micro.cells
         cells["autocast_dtype"], self._dtype = self._dtype, None
         cells["model_dtype"], self._model = self._model, None

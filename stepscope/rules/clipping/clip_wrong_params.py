@@ -36,7 +36,7 @@ import numpy as np
 from stepscope.rules.accumulation.windows import merged
 from stepscope.rules.base import Rule
 from stepscope.rules.clipping.gradients import executed
-from stepscope.rules.view import Rows, View, finding
+from stepscope.rules.view import Mask, Rows, View, finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +53,9 @@ def judge(view: View) -> Iterator[Finding]:
 def _judge(rows: Rows, limits: dict[int, object]) -> Finding | None:
     ran = executed(rows)
     wrong = ran & (rows["clip_elsewhere"] > 0) & (rows["clip_calls"] == 0.0) & (rows["grad_params"] > 0)
-    if not wrong.any() or np.count_nonzero(wrong) < 0.5 * np.count_nonzero(ran):
+    if not wrong.any():
+        return _partly(rows, ran)
+    if np.count_nonzero(wrong) < 0.5 * np.count_nonzero(ran):
         return None
     used = rows["grad_norm_clipped"]
     at = int(np.flatnonzero(wrong)[0])
@@ -71,6 +73,27 @@ def _judge(rows: Rows, limits: dict[int, object]) -> Finding | None:
         observed=0,
         expected=int(rows["grad_params"][at]),
         columns=["grad_norm_clipped", "clip_elsewhere"],
+    )
+
+
+def _partly(rows: Rows, ran: Mask) -> Finding | None:
+    """Every clip covers the same part of the gradient, and the rest is never limited."""
+    covered, limit = rows["clip_covered"], rows["clip_max_norm"]
+    part = ran & (rows["clip_calls"] > 0) & np.isfinite(limit) & (covered > 0.0) & (covered < 1.0)
+    if np.count_nonzero(part) < 0.9 * np.count_nonzero(ran) or not (part & rows.true("clip_bound")).any():
+        return None
+    at = int(np.flatnonzero(part)[0])
+    return finding(
+        RULE.code,
+        RULE.name,
+        "notice",
+        f"{int(part.sum())} clips to {float(limit[at]):g} covered {float(covered[at]):.0%} of the optimizer's gradients: the whole "
+        f"had norm {float(np.nanmax(rows['grad_norm_clipped'][part])):.4g} at most; clip all of them unless that is meant",
+        rows,
+        part,
+        observed=float(covered[at]),
+        expected=1.0,
+        columns=["clip_covered", "grad_norm_clipped", "clip_max_norm"],
     )
 
 

@@ -35,6 +35,8 @@ import numpy as np
 
 from stepscope.rules.accumulation.windows import merged
 from stepscope.rules.base import Rule
+from stepscope.rules.clipping.gradients import executed
+from stepscope.rules.scaler.evidence import failures
 from stepscope.rules.view import Array, Mask, Rows, View, finding
 
 if TYPE_CHECKING:
@@ -45,11 +47,18 @@ if TYPE_CHECKING:
 
 def judge(view: View) -> Iterator[Finding]:
     """Climbs on a gradient that is not finite, and weights that did not come back."""
-    scaled = [rows for rows in view.stepping if np.isfinite(rows["loss_scale_before"]).any()]
+    scaled = [rows for rows in view.optimizers if np.isfinite(rows["loss_scale_before"]).any()]
     view.need(scaled, "no enabled GradScaler scaled a loss")
-    yield from merged(
-        [f for rows in scaled for f in (_nonfinite(rows) or _left_up(rows) or _too_far(rows),) if f is not None]
-    )
+    twice = {e["optimizer"] for e in failures(view, "unscale_failed") if e["detail"].get("stage") == "UNSCALED"}
+    found = []
+    for rows in scaled:
+        one = _nonfinite(rows)
+        if one is None and len(rows.ends):
+            one = _left_up(rows) or _too_far(rows) or _still_scaled(rows)
+        if one is None and rows.optimizer in twice:
+            one = _refused(rows)
+        found += [one] if one is not None else []
+    yield from merged(found)
 
 
 def climbs(rows: Rows) -> Mask:
@@ -125,6 +134,38 @@ def _too_far(rows: Rows) -> Finding | None:
     )
 
 
+def _still_scaled(rows: Rows) -> Finding | None:
+    """The second phase stepped outside the scaler, on gradients that carried its scale."""
+    _, last, ok = _windows(rows)
+    scale = rows["loss_scale_before"][last]
+    outside = ok & executed(rows)[last] & ~rows.true("step_in_scaler")[last] & rows.true("grad_scaled_at_step")[last]
+    outside &= scale != 1.0
+    if not outside.any():
+        return None
+    at = int(np.flatnonzero(outside)[0])
+    used = float(rows["grad_norm_clipped"][last[at]])
+    return _finding(
+        rows,
+        last[outside],
+        f"{int(outside.sum())} second phases stepped on gradients that carried the scale {float(scale[at]):g}, outside of "
+        "scaler.step: nothing unscales them or stops infinite ones; unscale both phases",
+        used * float(scale[at]),
+        used,
+    )
+
+
+def _refused(rows: Rows) -> Finding | None:
+    """Both phases called ``unscale_``, which a scaler allows once between two updates."""
+    wrong = climbs(rows)
+    if not wrong.any():
+        return None
+    message = (
+        "both phases call unscale_ on one optimizer, which the scaler refuses until update(): divide the first phase's "
+        "gradients by scaler.get_scale() instead"
+    )
+    return _finding(rows, wrong, message, 2.0, 1)
+
+
 def _windows(rows: Rows) -> tuple[Array, Array, Mask]:
     """First and last row of each attempted window, and whether the first is a climb to a second backward."""
     last = rows.ends
@@ -145,5 +186,5 @@ RULE = Rule(
     "error",
     judge,
     needs=("grad_norm_left",),
-    explains=("scaler-collapse", "accum-zero-grad-inside"),
+    explains=("scaler-collapse", "accum-zero-grad-inside", "scaler-bypassed", "scaler-unscale-twice"),
 )

@@ -135,5 +135,5 @@ RULE = Rule(
     "scaler-bypassed",
     "error",
     judge,
-    explains=("clip-before-unscale", "gradnorm-logged-scaled", "fp16-no-scaler"),
+    explains=("clip-before-unscale", "gradnorm-logged-scaled", "fp16-no-scaler", "scaler-no-inf-checks"),
 )

@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 CALIBRATION = 20
 """Skips in a row that a healthy start may need; from 65536 the scale is below 1 after 17."""
 
+BELOW_ONE = 16
+"""Skips in a row, at the end of the run, that a scale below one gives away; a healthy run ends with executed steps."""
+
 FEWEST_NAN = 8
 """Skips in a row with a NaN loss, at the end of the run, that no scale can mend."""
 
@@ -70,6 +73,7 @@ def _judge(rows: Rows) -> Finding | None:
     after = rows["loss_scale_after"][ends][first + length - 1]
     last = first + length == len(ends)
     hopeless = (length >= CALIBRATION) & ((after < 1.0) | (share > 0.5))
+    hopeless |= (length >= BELOW_ONE) & (after < 1.0) & last
     hopeless |= (length >= FEWEST_NAN) & (share > 0.9) & last
     if not hopeless.any():
         return None

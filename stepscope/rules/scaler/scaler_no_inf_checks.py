@@ -59,6 +59,19 @@ def judge(view: View) -> Iterator[Finding]:
             observed=0,
             expected=count,
         )
+        return
+    for event in failures(view, "scaler_update_failed"):
+        yield finding(
+            RULE.code,
+            RULE.name,
+            "error",
+            f"scaler.update() raised at micro-step {event['micro_step']} ({event['detail'].get('error', '')[:90]}): no "
+            "optimizer had been stepped or unscaled through the scaler since the update before; call update() only then",
+            micro_steps=[event["micro_step"]],
+            observed=0,
+            expected="one step at least",
+        )
+        return
 
 
 RULE = Rule("SCL405", "scaler-no-inf-checks", "error", judge)

@@ -4,7 +4,8 @@ What it does
 ------------
 Looks at what the loop does after each executed step: step a scheduler, set another rate, update an average, clear the
 gradients. If it does that after nearly all of them, and after none of those at which the scale grew, the loop takes a
-change of the scale for a skip.
+change of the scale for a skip. And where a script hooks the step of a fused optimizer, it looks whether the loop went on
+at skipped steps as at others.
 
 Why it matters
 --------------
@@ -57,10 +58,10 @@ _ACTIONS = {
 def judge(view: View) -> Iterator[Finding]:
     """Growths of the scale after which something was left out that follows every other executed step."""
     need_scaler(view)
-    yield from merged([f for rows in view.stepping for f in (_judge(rows),) if f is not None])
+    yield from merged([f for rows in view.stepping for f in (_grown(rows) or _fused(rows),) if f is not None])
 
 
-def _judge(rows: Rows) -> Finding | None:
+def _grown(rows: Rows) -> Finding | None:
     ran = executed(rows)[rows.ends]
     before, after = rows.windows("loss_scale_before"), rows.windows("loss_scale_after")
     grew = ran & (after > before)
@@ -81,6 +82,31 @@ def _judge(rows: Rows) -> Finding | None:
                 observed=0,
                 expected=count,
                 columns=["loss_scale_before", "loss_scale_after", "step_skipped", "lr"],
+            )
+    return None
+
+
+def _fused(rows: Rows) -> Finding | None:
+    """A fused optimizer's step is called on a skip too: a script that counts the calls takes it for executed."""
+    hooked = rows.windows("fused_step_hooked") == 1.0
+    skip = hooked & (rows.windows("step_skipped") == 1.0)
+    ran = hooked & executed(rows)[rows.ends]
+    for column in ("scheduler_steps", "average_updates"):
+        done = rows.windows(column) > 0
+        if skip.any() and ran.any() and done[skip].all() and done[ran].mean() >= 0.95:
+            count = int(skip.sum())
+            what = "the scheduler was stepped" if column == "scheduler_steps" else "the average of weights was updated"
+            return finding(
+                RULE.code,
+                RULE.name,
+                "warning",
+                f"at {count} skipped steps {what}: the script follows the calls of a fused optimizer's step, which is called on "
+                "a skip too; a step was skipped if the scale fell",
+                rows,
+                rows.ends[skip],
+                observed=count,
+                expected=0,
+                columns=["step_skipped", column, "lr"],
             )
     return None
 
@@ -108,4 +134,6 @@ def _only_then(done: Array, grew: Mask, others: Mask) -> bool:
     return bool(enough and len(elsewhere) >= 3 and not at.any() and elsewhere.mean() >= 0.95)
 
 
-RULE = Rule("SCL407", "scaler-skip-misdetected", "warning", judge, explains=("zero-grad-missing",))
+RULE = Rule(
+    "SCL407", "scaler-skip-misdetected", "warning", judge, explains=("zero-grad-missing", "sched-advance-on-skip")
+)

@@ -47,6 +47,7 @@ FAULTS = {
     "clip-wrong-params": [
         ("model of masters", lambda: loops.masters("model")),
         ("copied model", loops.rebuilt),
+        ("a part", lambda: loops.plain(loops.first_layer)),
         ("the other network", lambda: loops.two_networks("aa")),
     ],
     "gradnorm-logged-scaled": [

@@ -246,6 +246,10 @@ def guarded() -> None:
         opt.zero_grad()
 
 
+def first_layer(model: nn.Module) -> None:
+    clip_grad_norm_(model[0].parameters(), LIMIT)
+
+
 def by_layer(model: nn.Module) -> None:
     for layer in (model[0], model[2]):
         clip_grad_norm_(layer.parameters(), LIMIT)

@@ -489,3 +489,106 @@ def region(kind: str) -> None:
                 first, second = F.cross_entropy(model(x).float(), y), F.cross_entropy(model(-x).float(), y)
             (first + second).backward()
             opt.step()
+
+
+def hooked(optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    """The schedule follows the calls of the optimizer's step, which a fused optimizer gets on a skip too."""
+    model = net()
+    opt = optimizer(model)
+    schedule = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, total_iters=20)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=100)
+    called = []
+    opt.register_step_post_hook(lambda *_: called.append(1))
+    for i, (x, y) in enumerate(batches(16)):
+        loss = loss_of(model, x, y)
+        scaler.scale(loss * math.inf if i % 5 == 1 else loss).backward()
+        called.clear()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        if called:
+            schedule.step()
+
+
+def sam_outside(kind: str) -> None:
+    """SAM whose second phase steps the base optimizer directly, or whose phases both call ``unscale_``."""
+    model = net()
+    params = list(model.parameters())
+    opt = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for x, y in batches(8):
+        opt.zero_grad()
+        scaler.scale(loss_of(model, x, y)).backward()
+        if kind == "twice":
+            scaler.unscale_(opt)
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        moves = [p.grad * 0.05 / norm for p in params]
+        with torch.no_grad():
+            for p, e in zip(params, moves, strict=True):
+                p.add_(e)
+        opt.zero_grad()
+        scaler.scale(loss_of(model, x, y)).backward()
+        with torch.no_grad():
+            for p, e in zip(params, moves, strict=True):
+                p.sub_(e)
+        if kind == "twice":
+            scaler.unscale_(opt)
+            scaler.step(opt)
+            scaler.update()
+        else:
+            opt.step()
+
+
+def functional_region() -> None:
+    """No module is called: weights are a list, and the optimizer steps twice in one region."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(12, 6) * 0.3), nn.Parameter(torch.randn(3, 12) * 0.3)]
+    opt = torch.optim.SGD(weights, lr=0.1)
+    for x, y in batches(4):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for _ in range(2):
+                loss = F.cross_entropy(F.linear(torch.tanh(F.linear(x, weights[0])), weights[1]).float(), y)
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+
+
+def nothing_stepped() -> None:
+    """``update`` is called in an iteration in which nothing was stepped through the scaler."""
+    model = net()
+    opt = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for i, (x, y) in enumerate(batches(6)):
+        opt.zero_grad()
+        scaler.scale(loss_of(model, x, y)).backward()
+        if i != 3:
+            scaler.step(opt)
+        scaler.update()
+
+
+class SGD(torch.optim.SGD):
+    """A fused SGD as it must not be: it moves on overflow, or divides by the scale twice."""
+
+    fault = ""
+
+    def step(self, closure: object = None) -> None:
+        if float(self.found_inf) and self.fault != "moves":
+            return
+        divisor = float(self.grad_scale) if self.grad_scale is not None else 1.0
+        for p in self.param_groups[0]["params"]:
+            move = p.grad.nan_to_num(1.0, 1.0, -1.0) / divisor ** (2 if self.fault == "twice" else 1)
+            p.data.sub_(self.param_groups[0]["lr"] * move)
+
+
+def broken_fused(fault: str) -> None:
+    """A plain fused step through a scaler, with one overflow."""
+    model = net()
+    opt = SGD(model.parameters(), lr=0.5, fused=True)
+    opt.fault = fault
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for i, (x, y) in enumerate(batches(6)):
+        loss = loss_of(model, x, y)
+        scaler.scale(loss * math.inf if i == 3 else loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()

@@ -23,7 +23,11 @@ FAULTS = {
         ("by hand and by the scaler", loops.unscale_by_hand_too),
         ("a skip without update", loops.skipped_update),
     ],
-    "scaler-collapse": [("loss", lambda: loops.collapse("loss")), ("gradient", lambda: loops.collapse("gradient"))],
+    "scaler-collapse": [
+        ("eighteen steps", lambda: loops.collapse("gradient", steps=18)),
+        ("loss", lambda: loops.collapse("loss")),
+        ("gradient", lambda: loops.collapse("gradient")),
+    ],
     "scaler-update-twice": [
         ("grows between", lambda: loops.two_optimizers(between=True)),
         ("fused", lambda: loops.two_optimizers(between=True, fused=True)),
@@ -40,11 +44,13 @@ FAULTS = {
         (kind, lambda kind=kind: loops.bypassed(kind)) for kind in ("scaled", "fused", "reverse", "some", "infinite")
     ],
     "scaler-no-inf-checks": [
+        ("update alone", loops.nothing_stepped),
         ("frozen", lambda: loops.no_gradient("frozen")),
         ("detached", lambda: loops.no_gradient("detached")),
     ],
     "scaler-fp16-params": [(kind, lambda kind=kind: loops.half_weights(kind)) for kind in ("step", "unscale", "fused")],
-    "scaler-skip-misdetected": [
+    "scaler-skip-misdetected": [("calls of a fused step", lambda: loops.hooked(fused))]
+    + [
         (action, lambda action=action: loops.misdetected(action))
         for action in ("scheduler", "rate", "average", "clearing")
     ],
@@ -55,9 +61,20 @@ FAULTS = {
         ("a disabled scaler", lambda: loops.right(enabled=False)),
         ("float16 weights with masters", lambda: loops.masters(scale=False)),
     ],
-    "sam-amp": [(kind, lambda kind=kind: loops.sam(kind)) for kind in ("unguarded", "data", "left up")]
+    "sam-amp": [
+        ("stepped outside", lambda: loops.sam_outside("outside")),
+        ("unscaled twice", lambda: loops.sam_outside("twice")),
+    ]
+    + [(kind, lambda kind=kind: loops.sam(kind)) for kind in ("unguarded", "data", "left up")]
     + [("scaled", lambda: loops.sam("scaled", init=2.0**10))],
-    "autocast-cache-stale": [("an epoch in one region", lambda: loops.region("epoch"))],
+    "autocast-cache-stale": [
+        ("no modules", loops.functional_region),
+        ("an epoch in one region", lambda: loops.region("epoch")),
+    ],
+    "scaler-fused-semantics": [
+        ("moves on overflow", lambda: loops.broken_fused("moves")),
+        ("divides twice", lambda: loops.broken_fused("twice")),
+    ],
     "autocast-too-wide": [
         ("no cache", lambda: loops.region("no cache")),
         ("switched on", lambda: loops.region("switched on")),
@@ -90,6 +107,8 @@ RIGHT = {
     "SAM in float32": lambda: loops.sam("unguarded", scaler=False),
     "regions for forwards": lambda: loops.region("accumulated"),
     "one region for two forwards": lambda: loops.region("two phases"),
+    "calls of a step that is not fused": lambda: loops.hooked(loops.sgd),
+    "a fused step of its own": lambda: loops.broken_fused(""),
     "step in the region": lambda: loops.region("step"),
 } | {
     f"right skips, {a}": (lambda a=a: loops.misdetected(a, fault=False))
