@@ -70,6 +70,9 @@ class Recorder:
         optimizers: the optimizers to watch; None for every one that appears.
         meta: facts of the run, written beside the journal.
         on_rows: told the finished rows of steps, in order, as they are written.
+
+    Attributes:
+        open: it has been started and not stopped, whether or not it still records (`Settings.max_steps`).
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Recorder:
         self._seq = 0
         self._flushed = time.monotonic()
         self._recording = False
+        self.open = False
         self.rows_written = 0
 
     def _make_probes(self) -> list[Probe]:
@@ -118,7 +122,7 @@ class Recorder:
         """Begin to watch."""
         self.store.open(step_columns(), param_columns(), EVENT_COLUMNS)
         self._write_meta("recording")
-        self._recording = True
+        self._recording = self.open = True
         self.watcher.start()
 
     def adopt(self, things: Iterable[Any]) -> None:
@@ -139,19 +143,25 @@ class Recorder:
 
     def stop(self, status: str = "complete", **facts: Any) -> None:
         """Stop watching, write what is left, and close the journal."""
-        if not self._recording:
+        if not self.open:
             return
-        self._tell_each("on_end", [status])
-        self.watcher.stop()
-        self._recording = False
-        self._flush(wait=True)
+        self._end(status)
+        self.open = False
         self.store.close()
         self.meta.update(facts)
         self._write_meta(status)
 
+    def _end(self, status: str) -> None:
+        """Nothing more is recorded: the patches are removed and all that was seen is written."""
+        if self._recording:
+            self._tell_each("on_end", [status])
+            self.watcher.stop()
+            self._recording = False
+            self._flush(wait=True)
+
     def _write_meta(self, status: str) -> None:
         self.meta["status"] = status
-        self.meta["micro_steps"] = self.watcher.micro_steps
+        self.meta["micro_steps"] = self.meta.get("stopped_at", self.watcher.micro_steps)
         self.meta["optimizers"] = [_describe(w) for w in self.watcher.all_optimizers]
         self.meta["bytes_written"] = self.store.bytes_written
         self.store.write_meta(self.meta)
@@ -166,6 +176,8 @@ class Recorder:
             self.names.add_model(event.module)
         if kind is BackwardBegin:
             self._begin_backward()
+            if not self._recording:
+                return
         handlers = self._handlers.get(kind)
         if handlers is None:
             name = handler_name(kind)
@@ -184,14 +196,15 @@ class Recorder:
             )
 
     def _begin_backward(self) -> None:
-        new = [w for w in self.watcher.optimizers.values() if w.index not in self._known]
-        self._known.update(w.index for w in new)
-        self._tell_each("on_watched", new)
         limit = self.settings.max_steps
         if limit and self.watcher.micro_steps > limit:
             self._note("recording_stopped", None, {"max_steps": limit})
             self.meta["stopped_at"] = limit
-            self._recording = False
+            self._end("stopped")
+            return
+        new = [w for w in self.watcher.optimizers.values() if w.index not in self._known]
+        self._known.update(w.index for w in new)
+        self._tell_each("on_watched", new)
 
     def _tell_each(self, method: str, watched: list[Any]) -> None:
         for probe in self._probes:

@@ -70,12 +70,22 @@ class Watching:
         )
         self._given = [x for x in (scaler, *_many(scheduler)) if x is not None]
         self._search = not optimizers
+        self._begun = False
         self.unreached: list[str] = []
 
     def start(self) -> Watching:
-        """Begin to watch."""
+        """Begin to watch. A second call does nothing.
+
+        Raises:
+            StepscopeError: this recording has ended.
+        """
         from stepscope.watch.patches import unreached
 
+        if self._begun:
+            if not self._recorder.open:
+                raise StepscopeError("this recording has ended", hint="begin another one with stepscope.watch()")
+            return self
+        self._begun = True
         self.unreached = unreached()
         if self.unreached:
             self._recorder.meta["unreached"] = self.unreached

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,10 @@ _LOOK_UNTIL = 5
 
 _MOST_LOOKS = 2000
 """Modules looked at before each of these micro-steps; a look costs some ten microseconds."""
+
+
+_HOME = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+"""The file of the function that wraps every step and calls the hooks."""
 
 
 class StepListener(Listener):
@@ -97,8 +102,8 @@ class StepListener(Listener):
             return
         if self.books.scaler_step is not None and self.books.scaler_step["optimizer"] is watched:
             self.books.scaler_step["ran"] = True
-        if any(w is watched for w, _ in self.books.stepping):
-            self.books.stepping.clear()  # its last step raised and never returned
+        if self.books.stepping:
+            self._forget_raised()
         if self.books.stepping and not self.books.backward_depth:
             self.books.stepping.append((watched, 0.0))
             return
@@ -118,6 +123,12 @@ class StepListener(Listener):
         self.books.sink(events.StepBegin(watched, row, in_scaler, bool(self.books.backward_depth), closure))
         self.books.stepping[-1] = (watched, time.perf_counter())
 
+    def _forget_raised(self) -> None:
+        """A step that raised never reaches torch's post-hook: only the stack tells that it is over."""
+        announced, *outer = [id(o) for o in _steps_on_the_stack()] or [0]
+        if announced:
+            self.books.stepping = [(w, begin) for w, begin in self.books.stepping if w.key in outer]
+
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """The official post-hook: the step returned."""
         watched = self.books.optimizers.get(id(optimizer))
@@ -132,3 +143,14 @@ class StepListener(Listener):
         self.books.sink(events.StepEnd(watched, row, (time.perf_counter() - begin) * 1e3))
         if self.books.scaler_step is None:
             self.books.attempt(watched, ran=True, found_inf=None, scaler=None)
+
+
+def _steps_on_the_stack() -> list[Any]:
+    """The optimizers whose step is running, innermost first: torch calls its hooks from the function that wraps a step."""
+    frame: Any = sys._getframe(1)
+    found = []
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == _HOME:
+            found.append(frame.f_locals.get("self"))
+        frame = frame.f_back
+    return found
