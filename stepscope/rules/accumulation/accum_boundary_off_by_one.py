@@ -76,8 +76,12 @@ def _first_is_off(w: Windows, k: int, off: Mask) -> bool:
     if np.isfinite(w.effective[0]):
         whole = w.live == k
         full = float(np.median(w.effective[whole])) if whole.any() else 1.0
-        return bool(others and close(w.effective[0] / full, first / k))
-    return bool(others and first + w.rows.pending == k)  # without weights: what is missing here is left over at the end
+        others &= bool(close(w.effective[0] / full, first / k))
+    if w.declared or w.k_of_weights:
+        return bool(others)
+    # Undivided losses do not tell K: then what is missing here must be left over at the end, and be nobody else's.
+    left = np.arange(len(w.rows)) > w.end[-1]
+    return bool(others and first + w.rows.pending == k and not w.elsewhere[left].any())
 
 
 def _mostly_wrong(w: Windows, k: int, off: Mask) -> bool:

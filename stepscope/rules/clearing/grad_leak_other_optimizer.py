@@ -101,5 +101,5 @@ RULE = Rule(
     "error",
     judge,
     needs=("attempted_at",),
-    explains=("accum-missing-divide",),
+    explains=("accum-missing-divide", "accum-boundary-off-by-one"),
 )

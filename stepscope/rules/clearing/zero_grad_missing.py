@@ -79,5 +79,5 @@ RULE = Rule(
     "error",
     judge,
     needs=("grad_norm_before",),
-    explains=("grad-leak-other-optimizer", "accum-missing-divide"),
+    explains=("grad-leak-other-optimizer", "accum-missing-divide", "accum-boundary-off-by-one"),
 )
