@@ -49,7 +49,22 @@ _SPACING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Least distance between neighbouring numbers, as a share of their size."""
 
 _MOMENTS = frozenset(
-    "exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg grad_avg acc_delta sum prev step_size eta ax z".split()
+    [
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "sum",
+        "prev",
+        "step_size",
+        "eta",
+        "ax",
+        "z",
+    ]
 )
 """What torch's optimizers keep for each parameter; anything else of a parameter's shape may save its small updates."""
 

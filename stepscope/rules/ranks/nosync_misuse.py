@@ -35,14 +35,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from stepscope.rules.base import Rule
 from stepscope.rules.ranks.aligned import aligned
 from stepscope.rules.view import finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import numpy as np
 
     from stepscope.rules.outcome import Finding
     from stepscope.rules.ranks.aligned import Aligned
