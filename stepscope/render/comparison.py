@@ -165,11 +165,12 @@ def _partings(names: tuple[str, str], partings: Sequence[Parting]) -> Table:
 
 def _before(names: tuple[str, str], rows: Iterable[Mapping[str, Any]]) -> Table:
     keys = {"first": names[0], "other": names[1]}
-    signs = {"same": {True: "=", False: "≠"}}
-    shown = [{keys.get(k, k): signs[k][v] if k in signs else v for k, v in row.items()} for row in rows]
-    return table_of(
-        [{"" if k == "same" else k: _value(v) if k in names else flat(v) for k, v in row.items()} for row in shown]
-    )
+    signs = {True: "=", False: "≠"}
+    table = []
+    for row in rows:
+        cells = {keys.get(k, k): _value(v) if k in keys else flat(v) for k, v in row.items() if k != "same"}
+        table.append(cells | ({"equal": signs[row["same"]]} if "same" in row else {}))
+    return table_of(table)
 
 
 def _parted(found: Iterable[Comparison]) -> set[str]:

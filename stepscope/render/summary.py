@@ -12,6 +12,8 @@ from stepscope.render.words import clean, grouped, number, one_line, share
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import numpy.typing as npt
+
     from stepscope.render.rows import Rows
     from stepscope.store.trace import Trace
 
@@ -42,22 +44,23 @@ class Fact:
 
 
 def numbers(rows: Rows) -> tuple[Number, ...]:
-    """The figures of a run. Those of a window count the windows of every process and optimizer together."""
+    """The figures of a run."""
     if not len(rows):
         return ()
     return tuple(_counts(rows)) + tuple(_losses(rows)) + tuple(_scales(rows))
 
 
 def _counts(rows: Rows) -> Iterable[Number]:
-    steps = len(rows.steps)
-    attempts = _true(rows, "sync_gradients")
-    skipped = _true(rows, "step_skipped")
-    yield _figure("micro_steps", "micro-steps", steps)
+    """Micro-steps and windows of the first process, over its optimizers; targets over all processes."""
+    first = rows.ranks == rows.processes[0].rank
+    attempts = _true(rows, "sync_gradients", first)
+    skipped = _true(rows, "step_skipped", first)
+    yield _figure("micro_steps", "micro-steps", len(rows.steps))
     yield _figure("optimizer_steps", "optimizer steps tried", attempts)
     applied = None if attempts is None or skipped is None else attempts - skipped
     yield _figure("applied_steps", "applied", applied)
     yield _figure("skipped_steps", "skipped", skipped)
-    yield _figure("tail_windows", "tail windows", _tails(rows))
+    yield _figure("tail_windows", "tail windows", _true(rows, "tail", first))
     yield _figure("targets", "targets in the loss", _total(rows, "num_items"))
 
 
@@ -85,9 +88,10 @@ def _figure(key: str, label: str, value: float | int | None) -> Number:
     return Number(key, label, value, number(value))
 
 
-def _true(rows: Rows, column: str) -> int | None:
+def _true(rows: Rows, column: str, among: npt.NDArray[np.bool_]) -> int | None:
+    """Rows in which a truth value of a window holds; None where it was never observed."""
     values, seen = rows.column(column)
-    return int(np.count_nonzero(values[seen])) if seen.any() else None
+    return int(np.count_nonzero(values[seen & among])) if seen.any() else None
 
 
 def _total(rows: Rows, column: str) -> int | None:
@@ -95,12 +99,6 @@ def _total(rows: Rows, column: str) -> int | None:
     if not rows.has(column):
         return None
     return int(sum(np.nansum(rows.points(column, track).y) for track in rows.processes))
-
-
-def _tails(rows: Rows) -> int | None:
-    values, seen = rows.column("tail")
-    ends, _ = rows.column("sync_gradients")
-    return int(np.count_nonzero((values == 1) & (ends == 1))) if seen.any() else None
 
 
 def _nonfinite(rows: Rows, column: str) -> int | None:

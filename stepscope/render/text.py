@@ -153,12 +153,17 @@ _SPARKS = {"fig-loss": "loss", "fig-lr": "lr", "fig-loss-scale": "loss scale", "
 
 
 def _skipped(model: ReportModel) -> Iterable[RenderableType]:
+    """One line for each reason, cut at the edge: the page and the other formats have them in full."""
     by_reason: dict[str, list[str]] = {}
     for rule in model.skipped:
         by_reason.setdefault(one_line(rule.reason), []).append(rule.name)
     yield Text("  not judged", style="dim")
+    grid = RichTable.grid()
+    grid.add_column(no_wrap=True, overflow="ellipsis", style="dim")
     for reason, names in by_reason.items():
-        yield Padding(Text(f"{reason}: {', '.join(names)}", style="dim"), (0, 0, 0, 4))
+        who = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        grid.add_row(Text(f"{who}: {reason}"))
+    yield Padding(grid, (0, 0, 0, 4))
 
 
 _ASCII = str.maketrans(

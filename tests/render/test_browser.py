@@ -21,7 +21,7 @@ def open_page(chromium, address):
     """Opens the report in a fresh context and collects what the browser complains about and asks for."""
     contexts = []
 
-    def opened(fragment="", *, width=1280, theme="light", javascript=True, at=None):
+    def opened(fragment="", *, width=1280, theme="light", javascript=True, at=None, charts="live"):
         context = chromium.new_context(
             viewport={"width": width, "height": 900},
             color_scheme=theme,
@@ -36,7 +36,7 @@ def open_page(chromium, address):
         tab.on("request", lambda r: tab.requests.append(r.url))
         tab.goto((at or address) + fragment)
         if javascript:
-            tab.wait_for_selector("html[data-charts=live]")
+            tab.wait_for_selector(f"html[data-charts={charts}]")
         return tab
 
     yield opened
@@ -238,3 +238,40 @@ def test_the_check_of_barriers_sees_one(open_page):
     tab = open_page()
     tab.evaluate("document.querySelector('label[for=filter]').remove(); filter.placeholder = ''")
     assert "label" in [v[0] for v in barriers(tab)]
+
+
+def test_page_of_a_comparison_is_quiet_and_free_of_barriers(open_page, factory, tmp_path):
+    from stepscope.render.comparison import comparison_model
+    from stepscope.render.comparison_formats import render_comparison
+
+    runs = {"before": factory.make(), "after": factory.make(clip=0.01)}
+    path = tmp_path / "compare.html"
+    path.write_text(render_comparison(comparison_model(runs), "html"), "utf-8")
+    tab = open_page("#pair-1", at=path.as_uri())
+    assert barriers(tab) == []
+    tab.evaluate("document.querySelector('#fig-grad-norm-clipped').scrollIntoView()")
+    tab.wait_for_selector("#fig-grad-norm-clipped .live .main-svg")
+    assert ranges(tab)["fig-grad-norm-clipped"] == [0.5, 10], "the first difference is at 4"
+    assert tab.complaints == []
+
+
+def test_bundle_beside_the_page_is_allowed_to_run(open_page, model, tmp_path):
+    from stepscope.render.html import PLOTLY, asset, render_html
+
+    (tmp_path / PLOTLY).write_text(asset(PLOTLY), "utf-8")
+    path = tmp_path / "report.html"
+    path.write_text(render_html(model, plotly=PLOTLY), "utf-8")
+    tab = open_page("#fig-loss", at=path.as_uri())
+    tab.wait_for_selector("#fig-loss .live .main-svg")
+    assert tab.complaints == []
+
+
+def test_where_plotly_cannot_be_loaded_the_pictures_stay(open_page, model, tmp_path):
+    from stepscope.render.html import PLOTLY, render_html
+
+    path = tmp_path / "alone.html"
+    path.write_text(render_html(model, plotly=PLOTLY), "utf-8")
+    tab = open_page("#fig-loss", at=path.as_uri(), charts="static")
+    assert tab.locator("#fig-loss .static svg").is_visible()
+    tab.keyboard.press("j")
+    assert tab.evaluate("location.hash") == "#ACC101"

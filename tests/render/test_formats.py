@@ -47,7 +47,7 @@ def test_text_shows_verdict_findings_fix_and_reasons(model):
     assert lines[0] == "✕ This loop is wrong"
     assert "1 error, 1 notice, 2 passed, 1 not judged; 50 micro-steps, 13 optimizer steps" in lines[1]
     assert "fix: Divide the loss before backward:" in text
-    assert "needs at least two processes: ddp-token-mean" in text
+    assert "ddp-token-mean: needs at least two processes" in text
     assert re.search(r"loss +█", text)
     assert "\x1b" not in text
     assert "\x1b[" in render(model, "text", colour=True)

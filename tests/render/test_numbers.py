@@ -68,7 +68,8 @@ def test_targets_of_all_processes_are_added(build):
     one = {n.key: n.value for n in build().numbers}
     two = {n.key: n.value for n in build(ranks=2).numbers}
     assert two["targets"] == 2 * one["targets"]
-    assert two["micro_steps"] == one["micro_steps"]
+    for key in ("micro_steps", "optimizer_steps", "skipped_steps", "tail_windows"):
+        assert two[key] == one[key]
 
 
 def test_what_was_not_observed_has_no_number(factory):
