@@ -31,6 +31,7 @@ class GradNorm(Probe):
         Column("grad_norm_scaled", "float64", "1", "L2 norm as backward left it: scaled, before unscale and clip", _LAST),
         Column("grad_norm", "float64", "1", "L2 norm unscaled, before the clip", _LAST),
         Column("grad_norm_clipped", "float64", "1", "L2 norm unscaled, as the step used it (after the clip)", _LAST),
+        Column("grad_factor", "float64", "1", "factor by which a script multiplied .grad itself after the window's last backward, unscaling left out: measured where the clip took its norm; where no clip was seen, at the step, so that a clip of the script's own is part of it", _LAST),
         Column("grad_params", "int64", "parameters", "parameters of the optimizer that have a gradient at the step", "not the window's last row"),
         Column("grad_nonfinite", "int64", "elements", "gradient elements that are NaN or infinite at the step", _LAST),
         Column("grad_zero_frac", "float64", "1", "share of gradient elements that are exactly zero at the step", "counted on every tenth window and the first three"),
@@ -138,7 +139,17 @@ class GradNorm(Probe):
             cells["grad_norm"] = float(clip) / (scale if cells.get("_clip_scaled") else 1.0)
         elif row.attempted and left is not None:
             cells["grad_norm"] = float(left) / (scale if cells.get("_scaled") else 1.0)
+        if row.attempted and left:
+            cells["grad_factor"] = self._factor(cells, float(left) / (scale if cells.get("_scaled") else 1.0))
         self._counts(cells)
+
+    def _factor(self, cells: dict[str, Any], left: float) -> float | None:
+        """What `.grad` was multiplied by after backward: measured where the clip took its norm, else at the step."""
+        before = cells["grad_norm"] if cells.get("_clip_total") is not None else cells.get("grad_norm_clipped")
+        if before is None or not (math.isfinite(before) and math.isfinite(left)):
+            return None
+        factor = before / left
+        return 1.0 if math.isclose(factor, 1.0, rel_tol=1e-3) else factor
 
     def _counts(self, cells: dict[str, Any]) -> None:
         used, sizes = cells.get("_used"), cells.get("_numels") or []

@@ -28,7 +28,7 @@ class Loss(Probe):
         Column("aux_loss", "float64", "loss", "auxiliary loss that the model returned", "the model returns none"),
         Column("loss_weight", "float64", "1", "factor with which the loss enters backward, loss scale excluded; for a sum over targets, the sum of their weights", "no loss was found in the graph"),
         Column("loss_weight_sum", "float64", "1", "sum of loss_weight over the window", _LAST),
-        Column("loss_weight_used", "float64", "1", "the same over those micro-steps of the window whose gradient was still there at the step", _LAST),
+        Column("loss_weight_used", "float64", "1", "the same over those micro-steps whose gradient was still there at the step, times what the script then multiplied .grad by (see grad_factor): one in a right window of mean losses", _LAST),
         Column("loss_scaled", "float64", "loss", "the value that backward was called on: scaled and divided", "backward started from something other than one number"),
         Column("num_items", "float64", "targets", "targets that counted in the loss (ignored and masked ones left out)", "the loss does not tell"),
         Column("target_weight", "float64", "1/targets", "weight of one target in backward, loss scale excluded", "the loss does not tell, or its targets weigh differently"),
@@ -140,7 +140,15 @@ class Loss(Probe):
         if row.attempted and not math.isnan(sums[0]):
             cells["loss_weight_sum"] = sums[0]
         if row.attempted and not math.isnan(sums[1]):
-            cells["loss_weight_used"] = sums[1]
+            cells["loss_weight_used"] = sums[1] * _multiplied(cells)
+
+
+def _multiplied(cells: dict[str, Any]) -> float:
+    """The factor of `.grad` as far as it is surely no clip: seen before torch's own, or above one, which no clip is."""
+    factor = cells.get("grad_factor")
+    if factor is None or (cells.get("_clip_total") is None and factor < 1.0):
+        return 1.0
+    return float(factor)
 
 
 def _raw(term: Term) -> dict[str, Any]:
