@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from stepscope.commands.finish import finish
 from stepscope.commands.processes import Processes, this_process, undisturbed
@@ -24,7 +25,29 @@ torchrun --nproc-per-node 2 -m stepscope run train.py
 def register(app: typer.Typer) -> None:
     """Add the command. Everything after the script belongs to the script."""
     settings = {"allow_extra_args": True, "allow_interspersed_args": False}
-    app.command("run", help=_HELP, epilog=EPILOG, context_settings=settings)(run)
+    app.command("run", cls=_LeavesTheRest, help=_HELP, epilog=EPILOG, context_settings=settings)(run)
+
+
+class _LeavesTheRest(TyperCommand):
+    """Leaves to the program what follows ``-m MODULE`` or ``-c CODE``, as ``python`` does, options included."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Mark where the options of ``run`` end."""
+        return super().parse_args(ctx, _end_options(args, takes_value=self._valued()))
+
+    def _valued(self) -> set[str]:
+        return {name for p in self.params if not getattr(p, "is_flag", False) for name in p.opts}
+
+
+def _end_options(args: list[str], takes_value: set[str]) -> list[str]:
+    """Put ``--`` behind the value of the first ``-m`` or ``-c`` that stands before any script."""
+    place = 0
+    while place < len(args) and args[place].startswith("-") and args[place] != "--":
+        word = args[place]
+        place += 2 if word in takes_value else 1
+        if word[:2] in ("-m", "-c") and place <= len(args):
+            return [*args[:place], "--", *args[place:]]
+    return args
 
 
 _HELP = "Watch a training script as it is, and say what is mechanically wrong. Its output and exit code stay its own."

@@ -85,9 +85,15 @@ class Books:
 
     def of_scheduler(self, scheduler: Any) -> WatchedOptimizer | None:
         """The book of the optimizer that a scheduler writes to, None where that one is not watched."""
-        owner = getattr(scheduler, "optimizer", None)
-        book = self.optimizers.get(id(owner))
-        return book if book is not None and book.optimizer is owner else None
+        return self.known(getattr(scheduler, "optimizer", None))
+
+    def known(self, optimizer: Any) -> WatchedOptimizer | None:
+        """The open book of an optimizer, or of the one inside of a wrapper: Accelerate's and Fabric's share its groups."""
+        book = self.optimizers.get(id(optimizer))
+        if book is not None and book.optimizer is optimizer:
+            return book
+        groups = getattr(optimizer, "param_groups", None)
+        return next((b for b in self.alive() if groups is not None and b.groups is groups), None)
 
     def alive(self) -> list[WatchedOptimizer]:
         """The optimizers that still exist."""

@@ -43,7 +43,7 @@ class SurroundingsListener(Listener):
     def _cleared(self, owner: Any) -> list[WatchedOptimizer]:
         """The optimizers whose gradients a ``zero_grad`` of `owner` concerns."""
         if isinstance(owner, torch.optim.Optimizer):
-            return [w for w in [self.books.watched(owner)] if w is not None]
+            return [w for w in [self.books.known(owner) or self.books.watched(owner)] if w is not None]
         return self.books.concerned(owner.parameters())
 
     def after_average(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
