@@ -207,7 +207,13 @@ def _fit(
     lr, floor = formula.read(weights)
     found = {"lr": lr} | {name: getattr(lengths, name) for name in formula.needs}
     found |= {} if floor is None else {"r": 0.0 if abs(floor) < TOLERANCE else floor}
-    return Match(formula.name, counting, expected, _agreeing(rates.lr, expected), found)
+    agree = _agreeing(rates.lr, expected) if _sensible(formula, lr, floor) else 0
+    return Match(formula.name, counting, expected, agree, found)
+
+
+def _sensible(formula: Formula, lr: float, floor: float | None) -> bool:
+    """A base rate above 0, and a floor that is a share of it; a straight line may also rise."""
+    return lr > 0 and (floor is None or formula.name == "linear" or -TOLERANCE <= floor <= 1 + TOLERANCE)
 
 
 def _solve(shapes: list[Values], lr: Values) -> Values:

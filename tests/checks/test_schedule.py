@@ -164,3 +164,11 @@ def test_a_name_without_a_value_is_said() -> None:
 def test_bad_input_is_one_line(rates: list[float], options: dict, says: str) -> None:
     with pytest.raises(StepscopeError, match=says):
         check_schedule(Rates.of_steps(rates), **options)
+
+
+def test_a_warm_up_whose_first_steps_were_skipped_is_no_strange_cosine() -> None:
+    rates = micro_steps(lambda m, a, b: 5e-4 * b / 2, count=32, skipped=(0, 1, 2, 3, 4))
+    outcome = check_schedule(rates)
+    assert (outcome.status, outcome.details["formula"]) == ("passed", "warmup-cosine")
+    assert outcome.details["values"]["lr"] == pytest.approx(5e-4)
+    assert outcome.details["values"]["w"] == 2
