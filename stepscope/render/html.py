@@ -18,7 +18,7 @@ from stepscope.render import figures, heatmap, svg
 from stepscope.render.chart import Chart
 from stepscope.render.palette import DARK, LIGHT, MARK_SYMBOLS, MARK_TOKENS, css_variables, series_token
 from stepscope.render.parameters import CELLS
-from stepscope.render.words import clean
+from stepscope.render.words import clean, steps_phrase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -87,7 +87,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"picture": _picture, "prose": prose, "legend": _legend, "slug": slug}
+    made.filters |= {"picture": _picture, "prose": prose, "legend": _legend, "slug": slug, "steps": steps_phrase}
     return made
 
 

@@ -91,11 +91,21 @@ def _groups(line: Line, rows: Rows) -> Iterable[tuple[str, str]]:
 
 
 def _tracks(column: str, tracks: Sequence[Track], rows: Rows) -> Iterable[tuple[str, Points]]:
-    """The points of each track, or of the smallest, median and largest where there are many."""
+    """The points of each track, those that are alike as one; or the smallest, median and largest of many."""
     each = [(track.label, rows.points(column, track)) for track in tracks]
-    if len(each) <= FEW_TRACKS:
-        return each
-    return _summarised([points for _, points in each])
+    alike: dict[bytes, list[tuple[str, Points]]] = {}
+    for label, points in each:
+        alike.setdefault(points.x.tobytes() + points.y.tobytes(), []).append((label, points))
+    if len(alike) > FEW_TRACKS:
+        return _summarised([points for _, points in each])
+    return [(_together([label for label, _ in same]), same[0][1]) for same in alike.values()]
+
+
+def _together(labels: Sequence[str]) -> str:
+    """What tracks with the same values are called."""
+    if len(labels) == 1:
+        return labels[0]
+    return f"{' and '.join(labels)} alike" if len(labels) < 4 else f"{len(labels)} tracks alike"
 
 
 def _summarised(each: Sequence[Points]) -> list[tuple[str, Points]]:

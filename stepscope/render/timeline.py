@@ -182,7 +182,8 @@ def _textbook(faulty: Window) -> Window:
     there = set(made.values())
     count = max(1, sum(c.label == "backward" for c in faulty.calls))
     scaled = bool(there & set("UuPK"))
-    micro = "FB" if "F" in there else "B"
+    forwards = sum(c.label == "forward" for c in faulty.calls)
+    micro = "F" * -(-forwards // count) + "B"
     end = ("U" if scaled and "C" in there else "u" if scaled else "") + ("C" if "C" in there else "") + "S"
     end += ("P" if scaled else "") + ("L" if "L" in there else "") + "Z"
     weight = f"loss weight {number(1 / count)}"

@@ -109,3 +109,13 @@ def test_axis_is_logarithmic_only_for_positive_values_over_three_decades(build):
     assert chart_of(build(skips=tuple(range(1, 13)), tail=0), "fig-loss-scale").log
     assert not chart_of(build(), "fig-loss-scale").log
     assert not chart_of(build(), "fig-update-ratio").log, "a ratio of 0 cannot stand on a logarithmic axis"
+
+
+def test_processes_with_the_same_values_share_a_line_and_one_that_differs_has_its_own(build):
+    model = build(ranks=3, lr_offset=1e-5, skips=(), tail=0, params=())
+    assert [s.name for s in chart_of(model, "fig-lr").series] == [
+        "lr (rank 0 and rank 1 alike)",
+        "lr (rank 2)",
+        "by the formula",
+    ]
+    assert len(chart_of(model, "fig-loss").series) == 3

@@ -77,3 +77,10 @@ def test_a_long_window_is_cut_in_the_middle(factory):
     (pair,) = window_pairs(Rows(factory.make(K=64, windows=3, tail=0, skips=())), [])
     assert len(pair.good.calls) == 61
     assert pair.good.calls[30].label == f"… {2 * 64 + 5 - 60} more calls …"
+
+
+def test_the_textbook_has_as_many_forwards_as_the_loop(factory):
+    trace = with_calls(factory.make(skips=(), tail=0, K=1, windows=4), dict.fromkeys(range(1, 5), "FFBS"))
+    (pair,) = window_pairs(Rows(trace), [finding(1, 4)])
+    assert [c.label for c in pair.good.calls] == ["forward", "forward", "backward", "optimizer.step", "zero_grad"]
+    assert [c.label for c in pair.good.calls if c.mark] == ["zero_grad"]
