@@ -306,7 +306,8 @@ class Recorder:
 
     def _described(self, watched: WatchedOptimizer) -> list[dict[str, Any]]:
         """What the table says of an optimizer's parameters whatever the step: as they are now, for both may go."""
-        key = (watched.layout, tuple((p.shape, p.dtype) for p in watched.params))
+        names = self.names.of(watched)
+        key = (watched.layout, names, tuple((p.shape, p.dtype) for p in watched.params))
         if watched.described is not None and watched.described[0] == key:
             return watched.described[1]
         groups = {id(p): n for n, g in enumerate(watched.groups, start=1) for p in g["params"]}
@@ -318,7 +319,7 @@ class Recorder:
                 "shape": "x".join(map(str, p.shape)),
                 "dtype": str(p.dtype).removeprefix("torch."),
             }
-            for name, p in zip(self.names.of(watched), watched.params, strict=True)
+            for name, p in zip(names, watched.params, strict=True)
         ]
         watched.described = (key, described)
         return described

@@ -145,7 +145,10 @@ class Clip(Probe):
     def resolve(self, row: Row, cells: dict[str, Any]) -> None:
         """The factor that torch applies, from the norm and the limit."""
         cells.pop("_clipped", None)
-        found = [(float(norm), float(limit)) for norm, limit in cells.get("_clip_norms") or []]
+        norms = cells.get("_clip_norms") or []
+        found = [(float(norm), float(limit)) for norm, limit in norms if norm is not None]
+        if len(found) < len(norms):
+            self.context.not_observed("clip_norm", "the norm of sharded gradients is spread over processes")
         for column in ("cleared_norm", "scaled_norm_taken"):
             if cells.get(column) is not None:
                 cells[column] = float(cells[column])

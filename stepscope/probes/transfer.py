@@ -8,7 +8,8 @@ from typing import Any
 class Transfer:
     """Starts copying every tensor found in `values` (dicts and lists are searched) and replaces them when asked.
 
-    On CUDA the copy runs while training goes on; `result` waits for it, by which time it has long ended.
+    On CUDA the copy runs while training goes on; `result` waits for it, by which time it has long ended. Values of which
+    this process holds only a part (a norm over sharded parameters) become None: to know them takes a collective.
     """
 
     def __init__(self, values: Any) -> None:
@@ -23,9 +24,12 @@ class Transfer:
         import torch
 
         kinds: dict[tuple[Any, Any], list[Any]] = {}
-        for tensor in self._tensors.values():
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-        for (device, _), tensors in kinds.items():
+        for key, tensor in self._tensors.items():
+            known = _known_here(tensor)
+            if known is not None:
+                kinds.setdefault((known.device, known.dtype), []).append((key, known))
+        for (device, _), keyed in kinds.items():
+            tensors = [t for _, t in keyed]
             flat = torch.cat([t.detach().reshape(-1) for t in tensors])
             if device.type == "cuda":
                 pinned = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
@@ -33,7 +37,7 @@ class Transfer:
                 self._done = torch.cuda.Event()
                 self._done.record(torch.cuda.current_stream(device))
                 flat = pinned
-            self._host.append(([id(t) for t in tensors], [tuple(t.shape) for t in tensors], flat))
+            self._host.append(([k for k, _ in keyed], [tuple(t.shape) for t in tensors], flat))
 
     @property
     def in_flight(self) -> bool:
@@ -44,7 +48,7 @@ class Transfer:
         """The values with Python numbers for scalars and lists for vectors."""
         if self._done is not None:
             self._done.synchronize()
-        found: dict[int, Any] = {}
+        found: dict[int, Any] = dict.fromkeys(self._tensors)
         for ids, shapes, flat in self._host:
             numbers = flat.tolist()
             place = 0
@@ -57,6 +61,15 @@ class Transfer:
                 place += size
         self._tensors.clear()
         return _replace(self._values, found)
+
+
+def _known_here(tensor: Any) -> Any:
+    """A tensor as this process has it; None where it is spread over several."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return tensor
+    alone = tensor.device_mesh.size() == 1 or all(p.is_replicate() for p in placements)
+    return tensor.to_local() if alone else None
 
 
 def _is_tensor(value: Any) -> bool:

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stepscope.watch.ledger import WatchedOptimizer
 
+_TRIES = 3
+"""Times that unnamed parameters are looked for: a sharded model holds others than its optimizer while it computes."""
+
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 """Prefixes that DDP, torch.compile and FSDP put before a name."""
 
@@ -24,6 +27,7 @@ class Names:
         self._models: list[weakref.ref[Any]] = []
         self._names: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._of: dict[int, tuple[tuple[int, ...], list[str]]] = {}
+        self._tries: dict[int, int] = {}
         self._searched: set[tuple[int, ...]] = set()
 
     def add_model(self, module: Any) -> None:
@@ -32,7 +36,10 @@ class Names:
             return
         self._models = [ref for ref in self._models if ref() is not None]
         self._models.append(weakref.ref(module))
-        self._learn(module, taken={name for ref, name in self._names.values() if ref() is not None})
+        self._learn(module, taken=self._taken())
+
+    def _taken(self) -> set[str]:
+        return {name for ref, name in self._names.values() if ref() is not None}
 
     @property
     def models(self) -> list[Any]:
@@ -60,10 +67,17 @@ class Names:
         """Names of an optimizer's parameters, in its order."""
         key = tuple(id(p) for p in watched.params)
         known = self._of.get(watched.index)
-        if known is not None and known[0] == key:
+        if known is None or known[0] != key:
+            self._tries[watched.index] = _TRIES
+        if known is not None and known[0] == key and not self._tries[watched.index]:
             return known[1]
+        self._tries[watched.index] -= 1
         if any(not self._knows(p) for p in watched.params):
+            for model in self.models:
+                self._learn(model, taken=self._taken())
             self._search(key, watched)
+        if all(self._knows(p) for p in watched.params):
+            self._tries[watched.index] = 0
         fallback = _by_group(watched)
         names = [self.name(p) or fallback[id(p)] for p in watched.params]
         self._of[watched.index] = (key, names)
