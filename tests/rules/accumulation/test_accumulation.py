@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import stepscope
 from stepscope.watch.printed import listen_for_losses
 from tests.rules.loops import accumulation as loops
 from tests.rules.loops.accumulation import accumulate, by_window, classes, constant, divided_by, each_nth, never_flushed
-from tests.rules.support import findings, judged, loud
+from tests.rules.support import findings, judged, loud, record
 
 K4 = {"accumulation_steps": 4}
 TARGETS = {"loss_average": "targets"}
@@ -283,3 +284,115 @@ def test_fires_on_the_fault_and_on_nothing_else(name: str) -> None:
 def test_silent_on_right_loops(name: str) -> None:
     loop, declared = RIGHT[name]
     assert loud(findings(loop, declared)) == {}
+
+
+def printing(logged: str, *, k: int = 4, every: int = 4) -> loops.Loop:
+    """A loop that prints its loss. `logged` says what: ``mean`` of the raw losses since the last print, ``divided`` (the
+    mean of the divided ones), ``sum`` of the divided ones over the window, ``last`` raw one, ``last divided``, ``smoothed``."""
+
+    def loop() -> None:
+        torch.manual_seed(0)
+        net = loops.classifier()
+        opt = torch.optim.SGD(net.parameters(), lr=1e-2)
+        raw: list[float] = []
+        smooth = 0.0
+        for i, (x, y) in enumerate(classes(24)):
+            loss = F.cross_entropy(net(x), y)
+            (loss / k).backward()
+            raw.append(loss.item())
+            smooth = raw[-1] if i == 0 else 0.9 * smooth + 0.1 * raw[-1]
+            if (i + 1) % k == 0:
+                opt.step()
+                opt.zero_grad()
+            if (i + 1) % every == 0:
+                mean = sum(raw[-every:]) / every
+                values = {
+                    "mean": mean,
+                    "divided": mean / k,
+                    "sum": sum(raw[-k:]) / k,
+                    "last": raw[-1],
+                    "last divided": raw[-1] / k,
+                    "smoothed": smooth,
+                    "summed": sum(raw[-k:]),
+                }
+                print(f"step {i + 1} train loss {values[logged]:.4f}")
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("logged", "every", "expected"),
+    [
+        ("mean", 4, None),
+        ("sum", 8, None),
+        ("last", 6, None),
+        ("smoothed", 8, None),
+        ("divided", 4, 1 / 4),
+        ("divided", 12, 1 / 4),
+        ("last divided", 4, 1 / 4),
+        ("summed", 4, 4.0),
+    ],
+)
+def test_logged_loss(logged: str, every: int, expected: float | None) -> None:
+    """A value that only fits the recorded losses after multiplication by K is a fault of the log, and of nothing else."""
+    declared = {"accumulation_steps": 4, "logged_loss": "train loss ([0-9.]+)"}
+    watching = stepscope.watch(declare=declared)
+    with watching, listen_for_losses(declared["logged_loss"], watching.note):
+        printing(logged, every=every)()
+    found = judged(watching.trace, declared)
+    assert set(loud(found)) == (set() if expected is None else {"accum-loss-misreported"})
+    if expected is not None:
+        evidence = found["accum-loss-misreported"].evidence
+        assert evidence["observed"] / evidence["expected"] == pytest.approx(expected, rel=0.3)
+
+
+def resumed(divisor: float, *, tail: float | None = None) -> loops.Loop:
+    """The rest of a run: windows of four whose losses are divided by four at first, then by `divisor`."""
+    weights = [0.25] * 4 + [1.0 / divisor if divisor else float("inf")] * 8
+    n = len(weights) + (2 if tail else 0)
+    weights += [1.0 / tail] * 2 if tail else []
+    return accumulate(batches=classes(n), epochs=1, weight=lambda i, _: weights[i], boundary=each_nth(4))
+
+
+@pytest.mark.parametrize(
+    ("divisor", "tail", "fires"), [(4, None, False), (4, 2, False), (2, None, True), (1, None, True), (2, 2, True), (0, None, True)]
+)
+def test_divisor_after_a_resume(divisor: float, tail: float | None, fires: bool) -> None:
+    """Windows after the resume must weigh what they weighed before it; consequences are told there and not beside it."""
+    found = judged(record(resumed(divisor, tail=tail), K4), K4, after=record(accumulate(), K4))
+    assert ("resume-accum-factor" in loud(found)) is fires
+    assert not {n for n in loud(found) if n.startswith("accum-")}
+    if fires and divisor:
+        assert found["resume-accum-factor"].evidence["observed"] == pytest.approx(4 / divisor)
+
+
+def test_numbers_in_the_evidence() -> None:
+    """Sums of weights, factors and micro-steps, against hand-computed values."""
+    twice = findings(accumulate(weight=constant(1 / 16)), K4)["accum-double-divide"]
+    assert twice.evidence["observed"] == pytest.approx(1 / 4)
+    undivided = findings(accumulate(weight=constant(1.0)), K4)["accum-missing-divide"]
+    assert undivided.evidence["observed"] == pytest.approx(4.0)
+    assert undivided.evidence["micro_steps"] == [4, 8, 12, 16, 20, 24]
+    tail = findings(accumulate(batches=classes(10)), K4)["accum-tail-misweighted"]
+    assert tail.evidence["observed"] == pytest.approx(2 / 4)
+    assert tail.evidence["micro_steps"] == [10, 20, 30]
+    leak = findings(accumulate(boundary=never_flushed(4), batches=classes(10), loader=True))["accum-tail-leak"]
+    assert leak.evidence["observed"] == pytest.approx(6 / 4)
+    assert leak.evidence["micro_steps"] == [14, 24]
+    dropped = findings(accumulate(boundary=never_flushed(4), batches=classes(10), clear="both", loader=True))
+    assert dropped["accum-tail-dropped"].evidence["micro_steps"] == [9, 10, 19, 20, 29, 30]
+    inside = findings(accumulate(clear="top"))["accum-zero-grad-inside"]
+    assert inside.evidence["observed"] == pytest.approx(1 / 4)
+
+
+def test_spread_of_token_weights_is_the_ratio_of_the_counts() -> None:
+    """Windows of (6, 18, 10, 4), (14, 6, 18, 10), ... targets, two rows each: the largest ratio is 18 / 4."""
+    found = findings(loops.token_loop("mean"))["accum-token-mean"]
+    assert found.evidence["observed"] == pytest.approx(18 / 4)
+
+
+def test_denominator_is_recovered() -> None:
+    """All positions of a window of four batches of 2 x 10 are 80; 19 targets a row pair and window count."""
+    found = findings(loops.token_loop("numel"), TARGETS)["accum-denominator-wrong"]
+    assert found.evidence["observed"] == pytest.approx(80)
+    assert found.evidence["expected"] == 2 * (3 + 9 + 5 + 2)
