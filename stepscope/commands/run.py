@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from stepscope.commands.finish import finish
+from stepscope.commands.finish import finish, say
 from stepscope.commands.processes import Processes, this_process, undisturbed
 from stepscope.errors import FAIL_ON, StepscopeError
 
@@ -101,22 +101,28 @@ def run(
         out if out is not None else _default_folder(target, processes)
     ).absolute()  # the script may change directory
     ended = _watched(target, folder, declared, processes, force=force, every=every or config.every, max_steps=max_steps)
-    if processes.several and not processes.judges(folder, failed=ended.code != 0):
+    if ended.forked or (processes.several and not processes.judges(folder, failed=ended.code != 0)):
         return ended.code
     with undisturbed() if processes.several else nullcontext():
         if processes.rank == 0 and processes.several:
             processes.wait_for_parts(folder, failed=ended.code != 0)
-        verdict = finish(
-            folder,
-            declared=declared,
-            select=select or config.select,
-            ignore=ignore or config.ignore,
-            accepted=config.accept,
-            fail_on=level,
-            after=after,
-            report=report,
-            quiet=quiet or processes.rank != 0,
-        )
+        try:
+            verdict = finish(
+                folder,
+                declared=declared,
+                select=select or config.select,
+                ignore=ignore or config.ignore,
+                accepted=config.accept,
+                fail_on=level,
+                after=after,
+                report=report,
+                quiet=quiet or processes.rank != 0,
+            )
+        except Exception as error:  # the script's own exit code must not be lost to a fault in judging
+            if not ended.code:
+                raise
+            say(f"stepscope: the run could not be judged: {type(error).__name__}: {error}")
+            return ended.code
     return ended.code or verdict
 
 
@@ -163,6 +169,11 @@ def _watched(target: Target, folder: Path, declared: dict[str, Any], processes: 
     status = (
         "complete" if ended.code == 0 else "interrupted" if isinstance(ended.error, KeyboardInterrupt) else "failed"
     )
+    if ended.forked:
+        return ended  # a copy of this process: the recording belongs to the one it was copied from
     error = f"{type(ended.error).__name__}: {ended.error}" if ended.error is not None else None
-    watching.stop(status, exit_code=ended.code, **({"error": error} if error else {}))
+    try:
+        watching.stop(status, exit_code=ended.code, **({"error": error} if error else {}))
+    except Exception as fault:  # nor to a fault in writing the end of the trace
+        say(f"stepscope: the trace could not be ended: {type(fault).__name__}: {fault}")
     return ended

@@ -37,7 +37,13 @@ class GradNorm(Probe):
         Column("grad_zero_frac", "float64", "1", "share of gradient elements that are exactly zero at the step", "counted on every tenth window and the first three"),
     )  # fmt: skip
     param_columns = (
-        Column("grad_norm", "float64", "1", "L2 norm unscaled, before the clip", "not measured after the window's last backward"),
+        Column(
+            "grad_norm",
+            "float64",
+            "1",
+            "L2 norm unscaled, before the clip",
+            "not measured after the window's last backward",
+        ),
         Column("grad_norm_clipped", "float64", "1", "L2 norm unscaled, as the step used it"),
         Column("grad_nonfinite", "int64", "elements", "elements that are NaN or infinite", "not counted at this step"),
         Column("grad_zero_frac", "float64", "1", "share of elements that are exactly zero", "not counted at this step"),
@@ -47,6 +53,7 @@ class GradNorm(Probe):
         super().__init__(context)
         self._held: dict[int, Any] = {}
         self._seen: dict[int, int] = {}
+        self._closure: int | None = None
 
     def on_backward_begin(self, event: events.BackwardBegin) -> None:
         """What do gradients hold before this backward adds to them?"""
@@ -100,9 +107,23 @@ class GradNorm(Probe):
 
     def on_step_begin(self, event: events.StepBegin) -> None:
         """What the step is about to use."""
-        watched, row = event.optimizer, event.row
-        if row is None or event.closure:
+        self._closure = event.optimizer.window.size if event.closure else None
+        if event.closure:
+            return  # the closure has yet to run: see on_step_end
+        if event.row is not None:
+            self._measure_used(event.optimizer, event.row)
+
+    def on_step_end(self, event: events.StepEnd) -> None:
+        """A closure that ran one backward leaves the gradient that the step used; one that ran several does not."""
+        row = event.row
+        if row is None or self._closure is None:
             return
+        if event.optimizer.window.size - self._closure == 1:
+            self._measure_used(event.optimizer, row)
+        else:
+            self.context.not_observed("grad_norm_clipped", "the step's closure ran several backward passes")
+
+    def _measure_used(self, watched: WatchedOptimizer, row: Row) -> None:
         measure = self.context.measure
         held = [(i, p.grad) for i, p in enumerate(watched.params) if p.grad is not None]
         gradients = [g for _, g in held]
@@ -183,5 +204,3 @@ class GradNorm(Probe):
 def _at(cells: dict[str, Any], places: str, place: int) -> int | None:
     held = cells.get(places)
     return held.index(place) if held is not None and place in held else None
-
-

@@ -69,4 +69,12 @@ class LearningRate(Probe):
         for number in range(1, MOST_GROUPS + 1):
             name = group_column("lr", number)
             if cells.get(name) is not None:
-                cells[name] = float(cells[name])
+                cells[name] = _number(cells[name])
+
+
+def _number(value: Any) -> float | None:
+    """The rate as a number; None for what is none: a script may set ``lr`` to anything."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None

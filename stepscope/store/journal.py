@@ -31,6 +31,28 @@ def arrow_schema(columns: Iterable[Column]) -> pa.Schema:
     )
 
 
+def record_batch(rows: Sequence[dict[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
+    """Rows as one Arrow batch. A value that its column cannot hold becomes null: a script may set ``lr`` to anything."""
+    return pa.RecordBatch.from_arrays(
+        [_array([row.get(f.name) for row in rows], f.type) for f in schema], schema=schema
+    )
+
+
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    try:
+        return pa.array(values, type=kind)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+        return pa.array([v if _fits(v, kind) else None for v in values], type=kind)
+
+
+def _fits(value: Any, kind: pa.DataType) -> bool:
+    try:
+        pa.scalar(value, type=kind)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+        return False
+    return True
+
+
 def columns_of(schema: pa.Schema) -> tuple[Column, ...]:
     """The declarations that a stream's schema carries; the reverse of `arrow_schema`."""
     names = {v: k for k, v in _ARROW.items()}
@@ -83,8 +105,7 @@ class TableWriter:
             self._open()
         assert self._writer is not None
         schema = self._writer_schema
-        arrays = [pa.array([row.get(f.name) for row in rows], type=f.type) for f in schema]
-        self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+        self._writer.write_batch(record_batch(rows, schema))
         self._file.flush()
 
     def _open(self) -> None:

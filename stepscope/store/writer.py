@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from stepscope.schema import TRACE_FORMAT, Column, Table
-from stepscope.store.journal import FOLDER, TableWriter, arrow_schema
+from stepscope.store.journal import FOLDER, TableWriter, arrow_schema, record_batch
 from stepscope.store.folder import remove_trace
 from stepscope.store.jsonio import write_json
 from stepscope.store.trace import META, Trace
@@ -113,8 +113,7 @@ class MemoryStore(Store):
         """Keep one batch."""
         if rows:
             schema = self._schemas[table]
-            arrays = [pa.array([row.get(f.name) for row in rows], type=f.type) for f in schema]
-            batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
+            batch = record_batch(rows, schema)
             self._batches[table].append(batch)
             self.bytes_written += batch.nbytes
 

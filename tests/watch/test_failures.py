@@ -80,3 +80,41 @@ def test_an_error_of_the_loop_itself_passes_through():
     assert watching.trace.meta["status"] == "failed"
     assert watching.trace.meta["error"] == "ZeroDivisionError: mine"
     assert len(watching.trace.steps) == 3
+
+
+def test_a_rate_that_is_no_number_is_null():
+    """A script may set anything; the row is written all the same, and nothing is switched off."""
+    net = loops.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with stepscope.watch() as watching:
+        loops.train(net, optimizer, torch.amp.GradScaler("cpu", enabled=False), micro_steps=3)
+        optimizer.param_groups[0]["lr"] = "fast"
+        net(torch.ones(1, 6)).sum().backward()
+
+    assert watching.trace.steps["lr"].tolist()[:3] == [0.1] * 3
+    assert watching.trace.steps["lr"].isna().tolist() == [False] * 3 + [True]
+    assert watching.trace.meta["probes_off"] == {}
+
+
+def test_a_closure_of_one_backward_shows_the_gradient_that_the_step_used():
+    """As Lightning steps: forward, backward and clip inside the closure."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    told = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = net(torch.randn(4, 3)).pow(2).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        told.append(sum(float((p.grad.double() ** 2).sum()) for p in net.parameters()) ** 0.5)
+        return loss
+
+    with stepscope.watch() as watching:
+        for _ in range(3):
+            optimizer.step(closure)
+    seen = watching.trace.steps["grad_norm_clipped"].tolist()
+
+    assert len(seen) == 3
+    assert all(abs(a - b) < 1e-5 for a, b in zip(seen, told, strict=True))
