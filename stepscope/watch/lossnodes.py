@@ -90,8 +90,11 @@ def is_reduction(node: Any) -> bool:
 
 
 def is_composite(node: Any) -> bool:
-    """Whether torch itself built this from parts: its C++ code multiplies by plain numbers (``MulBackward1``), which
-    Python's operators never do. Label smoothing is a sum of two such parts, soft targets a quotient of one."""
+    """Whether torch itself built this from parts.
+
+    Its C++ code multiplies by plain numbers (``MulBackward1``), which Python's operators never do. Label smoothing is a
+    sum of two such parts, soft targets a quotient of one.
+    """
     name = name_of(node)
     if name == "DivBackward1":
         return _soft_sum(node) is not None

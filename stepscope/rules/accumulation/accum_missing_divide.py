@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from stepscope.rules.outcome import Finding
     from stepscope.rules.view import View
 
+_LOOKED_AT = 1000
+"""Micro-steps whose kind of loss and data are compared: the first ones tell."""
+
 
 def judge(view: View) -> list[Finding]:
     """Windows whose weights come to their number of micro-steps."""
@@ -81,7 +84,7 @@ def _judge(view: View, w: Windows) -> list[Finding]:
 def one_stream(w: Windows, chosen: np.ndarray) -> bool:
     """Whether the micro-steps of the chosen windows look like parts of one batch: same loss, each with data of its own."""
     rows = w.rows
-    used = w.used_rows & np.isin(rows.window_of, np.flatnonzero(chosen))
+    used = np.flatnonzero(w.used_rows & np.isin(rows.window_of, np.flatnonzero(chosen)))[:_LOOKED_AT]
     kinds = set(zip(rows["loss_kind"][used], rows["loss_reduction"][used], strict=True))
     pairs = np.stack([rows.window_of[used], rows["batch_fingerprint"][used]])
     pairs = pairs[:, np.isfinite(pairs[1])]

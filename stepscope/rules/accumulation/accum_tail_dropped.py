@@ -69,7 +69,7 @@ def _judge(w: Windows) -> list[Finding]:
             f"run) ended were cleared or left over, beside {steps}; step once more at the end, with the losses divided by {r}",
             w.rows,
             rows,
-            observed=int(len(rows)),
+            observed=len(rows),
             expected=0,
             columns=["sync_gradients", "window_step", "grad_norm_before"],
         )

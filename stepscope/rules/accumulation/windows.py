@@ -15,8 +15,6 @@ import numpy as np
 from stepscope.rules.outcome import SEVERITIES, Finding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import numpy.typing as npt
 
     from stepscope.rules.view import Array, Mask, Rows, View
@@ -65,7 +63,7 @@ class Windows:
             return self.start
         marks = np.where(self.cleared, np.arange(len(self.rows)), -1)
         last = np.asarray(np.maximum.reduceat(marks[: self.end[-1] + 1], self.start))
-        return np.maximum(last, self.start)
+        return np.asarray(np.maximum(last, self.start))
 
     @cached_property
     def live(self) -> Array:
@@ -89,6 +87,8 @@ class Windows:
         gone = place < live_from[np.minimum(window, len(self))]
         if not self.view.trace.whole or self.view.trace.meta.get("stopped_at"):
             gone &= window < len(self)
+        if not gone.any():
+            return gone
         return np.asarray(gone & ~self.elsewhere & ~self.inside_closure)
 
     @cached_property
@@ -127,7 +127,7 @@ class Windows:
         """
         rows = self.rows
         weight = rows["loss_weight"].copy()
-        plain = _is(rows["loss_reduction"], ("sum", "none"))
+        plain = np.asarray((rows["loss_reduction"] == "sum") | (rows["loss_reduction"] == "none"))
         if plain.any():
             whole = rows["target_weight"] * rows["num_items"]
             normalised = not (whole[plain] > 1.0 + 1e-6).any() and np.isfinite(whole[plain]).any()
@@ -256,10 +256,6 @@ def _shared(ratio: Array, size: Array) -> Array:
         if close(known, typical).mean() > 0.8 and not close(typical, 1.0):
             out[same] = typical
     return out
-
-
-def _is(values: Iterable[object], names: tuple[str, ...]) -> Mask:
-    return np.isin(np.asarray(values, dtype=object).astype(str), names)
 
 
 def merged(findings: list[Finding]) -> list[Finding]:

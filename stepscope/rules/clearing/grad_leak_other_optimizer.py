@@ -50,14 +50,21 @@ def judge(view: View) -> list[Finding]:
 
 
 def _judge(view: View, w: Windows) -> list[Finding]:
+    if w.live.max() < 2:
+        return []
     for other in siblings(view, w.rows):
-        if other.rows is w.rows or not len(other):
+        if other.rows is w.rows or not len(other) or _same_rows(w, other):
             continue
         leaked = _leaked(w, other)
         wrong = w.rows.per_window(leaked.astype(np.float64)) > 0
         if wrong.sum() >= 2 or (wrong.any() and wrong.sum() >= 0.5 * len(w)):
             return [_finding(w, other, wrong)]
     return []
+
+
+def _same_rows(w: Windows, other: Windows) -> bool:
+    """Both receive gradients from every backward: parts of one model."""
+    return np.array_equal(w.rows["micro_step"], other.rows["micro_step"])
 
 
 def _leaked(w: Windows, other: Windows) -> Mask:

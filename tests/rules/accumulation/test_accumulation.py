@@ -355,7 +355,8 @@ def resumed(divisor: float, *, tail: float | None = None) -> loops.Loop:
 
 
 @pytest.mark.parametrize(
-    ("divisor", "tail", "fires"), [(4, None, False), (4, 2, False), (2, None, True), (1, None, True), (2, 2, True), (0, None, True)]
+    ("divisor", "tail", "fires"),
+    [(4, None, False), (4, 2, False), (2, None, True), (1, None, True), (2, 2, True), (0, None, True)],
 )
 def test_divisor_after_a_resume(divisor: float, tail: float | None, fires: bool) -> None:
     """Windows after the resume must weigh what they weighed before it; consequences are told there and not beside it."""

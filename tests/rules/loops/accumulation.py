@@ -80,13 +80,16 @@ def constant(weight: float) -> Callable[[int, int], float]:
     return lambda i, n: weight
 
 
+QUARTER, EACH_FOURTH = constant(0.25), each_nth(4)
+
+
 def accumulate(
     *,
     batches: list[Batch] | None = None,
     model: Callable[[], nn.Module] = classifier,
     criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.cross_entropy,
-    weight: Callable[[int, int], float] = constant(0.25),
-    boundary: Callable[[int, int], bool] = each_nth(4),
+    weight: Callable[[int, int], float] = QUARTER,
+    boundary: Callable[[int, int], bool] = EACH_FOURTH,
     epochs: int = 3,
     loader: bool = False,
     clear: str = "after",
