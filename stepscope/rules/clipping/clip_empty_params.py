@@ -8,7 +8,8 @@ only clips of that step.
 Why it matters
 --------------
 A generator or ``filter`` can be read once. The optimizer, a counter or a log line has read it, and the clip then sees an
-empty sequence: it returns 0.0, raises nothing, and the gradient goes unlimited.
+empty sequence: ``clip_grad_norm_`` returns 0.0, raises nothing, and the gradient goes unlimited. (``clip_grad_value_``
+raises.)
 
 What the evidence looks like
 ----------------------------
@@ -47,24 +48,25 @@ if TYPE_CHECKING:
 def judge(view: View) -> Iterator[Finding]:
     """Steps whose only clip got nothing."""
     found = []
-    for rows in view.stepping:
-        wrong = executed(rows) & (rows["clip_empty"] > 0) & (rows["clip_calls"] == 0.0) & (rows["grad_params"] > 0)
+    for rows in view.optimizers:
+        waits = executed(rows) & (rows["grad_params"] > 0) | (rows.window_of == len(rows.ends))
+        wrong = waits & (rows["clip_empty"] > 0) & (rows["clip_calls"] == 0.0)
         if not wrong.any():
             continue
-        used = rows["grad_norm_clipped"]
-        at = int(np.flatnonzero(wrong)[0])
+        norm = np.where(executed(rows), rows["grad_norm_clipped"], rows["grad_norm_left"])[wrong]
+        count = rows["grad_params"][int(np.flatnonzero(wrong)[0])]
+        what = f"{int(count)} gradients" if np.isfinite(count) else "gradients"
         found.append(
             finding(
                 RULE.code,
                 RULE.name,
                 "error",
-                f"{int(wrong.sum())} clips were given no parameter at all while {int(rows['grad_params'][at])} gradients "
-                f"(norm up to {float(np.nanmax(used[wrong])):.4g}) waited for the step: a generator had been used up; make "
-                "it a list",
+                f"{int(wrong.sum())} clips were given no parameter at all while {what} (norm up to {float(norm.max()):.4g}) waited "
+                "for the step: a generator had been used up; make it a list",
                 rows,
                 wrong,
                 observed=0,
-                expected=int(rows["grad_params"][at]),
+                expected=what,
                 columns=["grad_norm_clipped", "clip_empty"],
             )
         )
