@@ -96,8 +96,10 @@ class Books:
         return next((b for b in self.alive() if groups is not None and b.groups is groups), None)
 
     def alive(self) -> list[WatchedOptimizer]:
-        """The optimizers that still exist."""
-        return [w for w in self.optimizers.values() if w.optimizer is not None]
+        """The optimizers that still exist; the last rows of others are complete."""
+        if any(w.optimizer is None for w in self.optimizers.values()):
+            self._retire()
+        return list(self.optimizers.values())
 
     def concerned(self, parameters: Iterable[Any]) -> list[WatchedOptimizer]:
         """The optimizers that hold any of `parameters`."""
