@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepscope.rules.accumulation.windows import CLOSE, Windows, merged, most_common, windows_of
+from stepscope.rules.accumulation.windows import CLOSE, Windows, close, merged, most_common, windows_of
 from stepscope.rules.base import Rule
 from stepscope.rules.view import finding
 
@@ -54,7 +54,7 @@ def _judge(w: Windows) -> list[Finding]:
     if k < 2 or not accumulates or w.closure.any():
         return []
     first, size = _blocks(w)
-    tails = _at_the_end(w, first, size, (size < k) & _weigh_less(w, first, size))
+    tails = _at_the_end(w, first, size, (size < k) & _weigh_less(w, first, size) & _alike(w, first, size))
     if not len(tails):
         return []
     rows = np.concatenate([np.arange(first[t], first[t] + size[t]) for t in tails])
@@ -93,6 +93,14 @@ def _weigh_less(w: Windows, first: Array, size: Array) -> Array:
         np.isfinite(w.weight).any() and np.nanmedian(w.weight) > 1.0 - CLOSE
     )  # losses that are not divided tell nothing
     return np.asarray(~(weight >= 1.0 - CLOSE) | plain)
+
+
+def _alike(w: Windows, first: Array, size: Array) -> Array:
+    """Runs whose losses weigh what the others do, where that is known: a backward for another purpose is no tail."""
+    if w.k_of_weights is None:
+        return np.ones(len(first), dtype=np.bool_)
+    other = np.concatenate([[0], np.cumsum(~close(w.weight, float(np.nanmedian(w.weight))))])
+    return np.asarray(other[first + size] == other[first])
 
 
 def _at_the_end(w: Windows, first: Array, size: Array, short: Array) -> Array:
