@@ -15,6 +15,12 @@ TRACE_FORMAT = 1
 FINDINGS_FORMAT = 1
 """Format number of findings.json."""
 
+JOURNAL = "journal"
+META = "meta.json"
+FINDINGS = "findings.json"
+REPORT = "report.html"
+"""What lies in a trace directory: the folder of the streams, and the files beside it."""
+
 DType = Literal["int64", "float64", "bool", "string"]
 Table = Literal["steps", "params", "events"]
 

@@ -49,7 +49,7 @@ class Watching:
         from stepscope.recorder import Recorder
 
         models, optimizers = _many(model), _many(optimizer)
-        _check_types(models, optimizers)
+        check_types(models, optimizers)
         self._store: Store = MemoryStore()
         if out is not None:
             folder = prepare_folder(Path(out), force=force, rank=rank, world_size=world_size)
@@ -96,7 +96,7 @@ class Watching:
 
     def stop(self, status: str = "complete", **facts: Any) -> None:
         """Stop watching: the patches are removed and the journal is closed. A second call does nothing."""
-        self._recorder.stop(status, **facts)
+        self._recorder.stop(status, **{**_device(), **facts})
 
     def discard(self) -> None:
         """Stop, and remove what was written: the run never began."""
@@ -159,15 +159,21 @@ def process_facts() -> dict[str, Any]:
 
     import torch
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     return {
         "stepscope": __version__,
         "kind": "watch",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "device": device,
+        "device": platform.machine(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": list(sys.argv),
     }
+
+
+def _device() -> dict[str, str]:
+    """The CUDA device in use. Asked at the end: asking earlier would start CUDA before the script has chosen a device."""
+    import torch
+
+    return {"device": torch.cuda.get_device_name()} if torch.cuda.is_initialized() else {}
 
 
 def _many(value: Any) -> list[Any]:
@@ -176,7 +182,8 @@ def _many(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _check_types(models: Iterable[Any], optimizers: Iterable[Any]) -> None:
+def check_types(models: Iterable[Any], optimizers: Iterable[Any]) -> None:
+    """Raise StepscopeError unless these are modules and optimizers of torch."""
     import torch
 
     for model in models:

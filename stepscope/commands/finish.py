@@ -70,7 +70,7 @@ def _write_report(trace: Trace, outcomes: Sequence[Outcome], folder: Path) -> No
     from stepscope.render.html import render_html
     from stepscope.render.model import build_model
     from stepscope.store.atomic import write_text
-    from stepscope.store.trace import REPORT
+    from stepscope.schema import REPORT
 
     try:
         write_text(folder / REPORT, render_html(build_model(trace, outcomes)))

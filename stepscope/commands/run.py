@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 
 from stepscope.commands.finish import finish, say
 from stepscope.commands.processes import Processes, this_process, undisturbed
+from stepscope.commands.recording import Recording
 from stepscope.errors import FAIL_ON, StepscopeError
 
 if TYPE_CHECKING:
@@ -92,10 +93,10 @@ def run(
     level = fail_on or config.fail_on
     if level not in FAIL_ON:
         raise StepscopeError(f"--fail-on {level!r} is not known", hint=f"one of {', '.join(FAIL_ON)}")
-    if after is not None:
-        from stepscope.store.trace import Trace
-
-        Trace.load(after)
+    if after is not None and not any(after.glob("*meta.json")):
+        raise StepscopeError(
+            f"--after {after} is not a trace directory", hint="give the --out folder of the earlier run"
+        )
     processes = this_process()
     folder = (
         out if out is not None else _default_folder(target, processes)
@@ -150,30 +151,16 @@ def _default_folder(target: Target, processes: Processes) -> Path:
 
 def _watched(target: Target, folder: Path, declared: dict[str, Any], processes: Processes, **options: Any) -> Exit:
     """Run the target with everything in place, and write the end of the trace whatever happens."""
+    from stepscope.store.folder import prepare_folder
     from stepscope.watch.launcher import execute
     from stepscope.watch.printed import listen_for_losses
-    from stepscope.watching import Watching
 
+    rank, world_size = processes.rank, processes.world_size
+    prepare_folder(folder, force=options["force"], rank=rank, world_size=world_size)
     meta = {"kind": "run", "script": target.name, "command": [target.name, *target.args]}
     if processes.several:
         meta["run_id"] = processes.run_id
-    rank, world_size = processes.rank, processes.world_size
-    watching = Watching(out=folder, declare=declared, meta=meta, rank=rank, world_size=world_size, **options)
-    watching.start()
-    try:
-        with listen_for_losses(declared.get("logged_loss"), watching.note):
-            ended = execute(target)
-    except BaseException:
-        watching.stop("failed")
-        raise
-    status = (
-        "complete" if ended.code == 0 else "interrupted" if isinstance(ended.error, KeyboardInterrupt) else "failed"
-    )
-    if ended.forked:
-        return ended  # a copy of this process: the recording belongs to the one it was copied from
-    error = f"{type(ended.error).__name__}: {ended.error}" if ended.error is not None else None
-    try:
-        watching.stop(status, exit_code=ended.code, **({"error": error} if error else {}))
-    except Exception as fault:  # nor to a fault in writing the end of the trace
-        say(f"stepscope: the trace could not be ended: {type(fault).__name__}: {fault}")
-    return ended
+    recording = Recording(out=folder, declare=declared, meta=meta, rank=rank, world_size=world_size, **options)
+    with recording, listen_for_losses(declared.get("logged_loss"), recording.note):
+        recording.ended = execute(target)
+    return recording.ended

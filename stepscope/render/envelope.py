@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stepscope import __version__
 from stepscope.rules.outcome import SEVERITIES, Finding, Outcome, Severity, failed, passed, skipped
-from stepscope.schema import FINDINGS_FORMAT
+from stepscope.schema import FINDINGS, FINDINGS_FORMAT
 from stepscope.store.jsonio import write_json
-from stepscope.store.trace import FINDINGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

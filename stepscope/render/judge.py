@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope.errors import StepscopeError
 from stepscope.render.envelope import outcomes_of
-from stepscope.store.trace import FINDINGS
+from stepscope.schema import FINDINGS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

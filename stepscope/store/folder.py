@@ -7,8 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from stepscope.errors import StepscopeError
-from stepscope.store.journal import FOLDER
-from stepscope.store.trace import FINDINGS, META, REPORT
+from stepscope.schema import FINDINGS, JOURNAL, META, REPORT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +46,7 @@ def remove_trace(folder: Path) -> None:
     """Remove the files of a trace, and the folders that are empty then."""
     for path in (*_whole(folder), *_beyond(folder, 0)):
         path.unlink(missing_ok=True)
-    for place in (folder / FOLDER, folder):
+    for place in (folder / JOURNAL, folder):
         if place.is_dir() and not any(place.iterdir()):
             place.rmdir()
 
@@ -68,12 +67,12 @@ def _whole(folder: Path) -> list[Path]:
 
 def _part(folder: Path, rank: int) -> list[Path]:
     """Files of one process."""
-    return [*folder.glob(f"rank{rank}.{META}"), *(folder / FOLDER).glob(f"rank{rank}-*.arrows")]
+    return [*folder.glob(f"rank{rank}.{META}"), *(folder / JOURNAL).glob(f"rank{rank}-*.arrows")]
 
 
 def _beyond(folder: Path, world_size: int) -> list[Path]:
     """Files of processes with a number that this run does not have: an earlier run had more."""
-    found = [*folder.glob(f"rank*.{META}"), *(folder / FOLDER).glob("rank*-*.arrows")]
+    found = [*folder.glob(f"rank*.{META}"), *(folder / JOURNAL).glob("rank*-*.arrows")]
     return [p for p in found if (n := _NUMBER.match(p.name)) is not None and int(n[1]) >= world_size]
 
 

@@ -13,15 +13,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from stepscope.errors import StepscopeError
-from stepscope.schema import EVENT_COLUMNS, KEYS, TABLES, TRACE_FORMAT, Column, Table
-from stepscope.store.journal import FOLDER, arrow_schema, columns_of, read_segments
+from stepscope.schema import EVENT_COLUMNS, FINDINGS, JOURNAL, KEYS, META, TABLES, TRACE_FORMAT, Column, Table
+from stepscope.store.journal import arrow_schema, columns_of, read_segments
 
 if TYPE_CHECKING:
     import pandas as pd
 
-META = "meta.json"
-FINDINGS = "findings.json"
-REPORT = "report.html"
 
 _EMPTY: dict[Table, tuple[Column, ...]] = {"steps": KEYS, "params": KEYS, "events": EVENT_COLUMNS}
 
@@ -65,7 +62,7 @@ class Trace:
         whole = meta.get("status", "recording") != "recording"
         for rank in ranks or [0]:
             for table in TABLES:
-                piece, ended = read_segments(folder / FOLDER, rank, table)
+                piece, ended = read_segments(folder / JOURNAL, rank, table)
                 whole &= ended
                 if piece is not None:
                     pieces[table].append(piece)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from stepscope.schema import TRACE_FORMAT, Column, Table
-from stepscope.store.journal import FOLDER, TableWriter, arrow_schema, record_batch
+from stepscope.schema import JOURNAL, META, TRACE_FORMAT, Column, Table
 from stepscope.store.folder import remove_trace
+from stepscope.store.journal import TableWriter, arrow_schema, record_batch
 from stepscope.store.jsonio import write_json
-from stepscope.store.trace import META, Trace
+from stepscope.store.trace import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,7 @@ class DirectoryStore(Store):
 
     def open(self, steps: Sequence[Column], params: Sequence[Column], events: Sequence[Column]) -> None:
         """Create the journal folder and the writers."""
-        journal = self.folder / FOLDER
+        journal = self.folder / JOURNAL
         journal.mkdir(parents=True, exist_ok=True)
         named: tuple[tuple[Table, Sequence[Column]], ...] = (("steps", steps), ("params", params), ("events", events))
         self._writers = {table: TableWriter(journal, self.rank, table, columns) for table, columns in named}
@@ -80,7 +80,7 @@ class DirectoryStore(Store):
         """End the streams."""
         for writer in self._writers.values():
             writer.close()
-        self.bytes_written = sum(p.stat().st_size for p in (self.folder / FOLDER).glob(f"rank{self.rank}-*"))
+        self.bytes_written = sum(p.stat().st_size for p in (self.folder / JOURNAL).glob(f"rank{self.rank}-*"))
 
     def write_meta(self, meta: dict[str, Any]) -> None:
         """Write meta.json; with several processes ``rankN.meta.json``."""
