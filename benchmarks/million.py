@@ -74,11 +74,19 @@ def write(folder: Path, micro_steps: int) -> None:
             size = min(BATCH, micro_steps - first + 1)
             writer.write_batch(_batch(schema, columns(first, size), size))
     _write_params(folder, arrow_schema(param_columns()), micro_steps)
-    store.write_meta({"status": "complete", "declared": {"accumulation_steps": K}, "not_observed": {}, "probes_off": {}})
+    store.write_meta(
+        {"status": "complete", "declared": {"accumulation_steps": K}, "not_observed": {}, "probes_off": {}}
+    )
 
 
 def _batch(schema: pa.Schema, cells: dict[str, np.ndarray], size: int) -> pa.RecordBatch:
-    texts = {"optimizer": "AdamW/0", "calls": "FB", "loss_reduction": "mean", "loss_kind": "targets", "autocast_dtype": "float16"}
+    texts = {
+        "optimizer": "AdamW/0",
+        "calls": "FB",
+        "loss_reduction": "mean",
+        "loss_kind": "targets",
+        "autocast_dtype": "float16",
+    }
     arrays = []
     for field in schema:
         if field.name in texts:
@@ -99,7 +107,12 @@ def _write_params(folder: Path, schema: pa.Schema, micro_steps: int) -> None:
         for window in due:
             noise = np.random.default_rng(int(window)).random(PARAMETERS)
             held = {"rank": 0, "micro_step": window * K, "global_step": window, "group": 1}
-            text = {"optimizer": ["AdamW/0"] * PARAMETERS, "param": names, "shape": ["64x64"] * PARAMETERS, "dtype": ["float32"] * PARAMETERS}
+            text = {
+                "optimizer": ["AdamW/0"] * PARAMETERS,
+                "param": names,
+                "shape": ["64x64"] * PARAMETERS,
+                "dtype": ["float32"] * PARAMETERS,
+            }
             arrays = []
             for field in schema:
                 if field.name in text:

@@ -55,7 +55,12 @@ def rule_index() -> str:
 def column_page() -> str:
     """Every column of a trace."""
     tables = {"steps": step_columns(), "params": param_columns(), "events": list(EVENT_COLUMNS)}
-    lines = ["# Columns of a trace", "", "Null is \"not observed\", with the reason given here; NaN is a value that was seen.", ""]
+    lines = [
+        "# Columns of a trace",
+        "",
+        'Null is "not observed", with the reason given here; NaN is a value that was seen.',
+        "",
+    ]
     for name, columns in tables.items():
         lines += [f"## {name}", "", "| column | type | unit | meaning | null when |", "| --- | --- | --- | --- | --- |"]
         lines += [_row(c) for c in columns] + [""]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from stepscope.errors import StepscopeError
-from stepscope.watching import Watching
+from stepscope.watching import Watching, check_types
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stepscope.store.trace import Trace
+
+_DEPTH = 6
+"""Operations between a loss and an auxiliary loss that was added to it: scaling, moving, adding."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -28,7 +33,8 @@ class Tracer:
 
     Args:
         model: the model; called as ``model(**batch)`` for a dict, ``model(*batch)`` for a list or tuple, else
-            ``model(batch)``.
+            ``model(batch)``. It returns its loss: a scalar, or an output with ``loss``; an ``aux_loss`` beside it is
+            added unless the loss contains it.
         optimizer: any ``torch.optim.Optimizer`` that needs no closure.
         loss_fn: ``loss_fn(model, batch) -> scalar`` where the model itself does not return its loss.
         dtype: ``float32``, ``bfloat16`` (autocast) or ``float16`` (autocast and a GradScaler).
@@ -41,6 +47,8 @@ class Tracer:
 
     Raises:
         StepscopeError: an argument is not what it should be; CUDA is asked for and absent.
+
+    It is used as a context manager: what `step` does inside of the ``with`` block is recorded.
     """
 
     def __init__(
@@ -58,7 +66,9 @@ class Tracer:
         out: str | Path | None = None,
         **options: Any,
     ) -> None:
-        _check(dtype, accumulation_steps, max_norm)
+        _check(dtype, accumulation_steps, max_norm, loss_fn)
+        _check_pair(model, optimizer)
+        self.device = _device(model, device)
         self.model = model
         self.optimizer = optimizer
         self.loss_fn = loss_fn
@@ -66,15 +76,18 @@ class Tracer:
         self.max_norm = max_norm
         self.scheduler = scheduler
         declare = {"accumulation_steps": accumulation_steps, **options.pop("declare", {})}
-        self._watching = Watching(model, optimizer, scheduler=scheduler, scaler=scaler, out=out, declare=declare, **options)
-        self.device = _device(model, device)
+        self._watching = Watching(
+            model, optimizer, scheduler=scheduler, scaler=scaler, out=out, declare=declare, **options
+        )
         self.dtype = dtype
         self.scaler = scaler if scaler is not None else _scaler(self.device.type, enabled=dtype == "float16")
         self._filled = 0
         self._size = accumulation_steps
+        self._entered = False
 
     def __enter__(self) -> Tracer:
         self._watching.start()
+        self._entered = True
         self.model.train()
         return self
 
@@ -83,6 +96,7 @@ class Tracer:
             if error[0] is None:
                 self.flush()
         finally:
+            self._entered = False
             self._watching.__exit__(*error)
 
     @property
@@ -100,7 +114,14 @@ class Tracer:
 
         Returns:
             The loss of this micro-step: unscaled, undivided, detached. Shape ``()``.
+
+        Raises:
+            StepscopeError: it is called outside of the ``with`` block; what the model returned is no loss to train on.
         """
+        if not self._entered:
+            raise StepscopeError(
+                "Tracer.step was called outside of its with block", hint="with tracer: tracer.step(batch)"
+            )
         if self._filled == 0:
             self._size = self.accumulation_steps if window is None else _at_least_one("window", window)
         batch = _to(batch, self.device)
@@ -159,7 +180,8 @@ class Tracer:
         if self.loss_fn is not None:
             return _as_loss(self.loss_fn(self.model, batch)), None
         output = _call(self.model, batch)
-        return _as_loss(output), _field(output, "aux_loss")
+        loss, aux = _as_loss(output), _field(output, "aux_loss")
+        return loss, None if aux is None or _contains(loss, aux) else aux
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.dtype == "float32":
@@ -169,12 +191,31 @@ class Tracer:
         return torch.autocast(self.device.type, dtype=getattr(torch, self.dtype))
 
 
-def _check(dtype: str, accumulation_steps: int, max_norm: float | None) -> None:
+def _check(dtype: str, accumulation_steps: int, max_norm: float | None, loss_fn: Any) -> None:
     if dtype not in DTYPES:
         raise StepscopeError(f"dtype {dtype!r} is not known", hint=f"one of {', '.join(DTYPES)}")
     _at_least_one("accumulation_steps", accumulation_steps)
-    if max_norm is not None and not max_norm > 0:
+    if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
         raise StepscopeError(f"max_norm is {max_norm!r}", hint="give a number above 0, or None for no clip")
+    if loss_fn is not None and not callable(loss_fn):
+        raise StepscopeError(f"loss_fn is a {type(loss_fn).__name__}", hint="give loss_fn=lambda model, batch: ...")
+
+
+def _check_pair(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One model and one optimizer of its parameters, which steps without a closure."""
+    if isinstance(model, list | tuple) or isinstance(optimizer, list | tuple) or model is None or optimizer is None:
+        raise StepscopeError(
+            "Tracer takes one model and one optimizer", hint="use stepscope.watch around a loop of your own"
+        )
+    check_types([model], [optimizer])
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        name = type(optimizer).__name__
+        raise StepscopeError(f"{name} needs a closure", hint="use stepscope.watch around a loop of your own")
+    if {id(p) for p in model.parameters()}.isdisjoint(id(p) for g in optimizer.param_groups for p in g["params"]):
+        raise StepscopeError(
+            "the optimizer holds none of the model's parameters", hint="build it from model.parameters()"
+        )
 
 
 def _at_least_one(name: str, value: int) -> int:
@@ -206,23 +247,35 @@ def _scaler(device: str, *, enabled: bool) -> Any:
 
 def _to(value: Any, device: torch.device) -> Any:
     """`value` with its tensors on `device`; dicts, lists and tuples are searched."""
-    if hasattr(value, "to") and hasattr(value, "device"):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
+    if hasattr(value, "to"):
+        return value.to(device, non_blocking=True) if hasattr(value, "element_size") else value.to(device)
+    if isinstance(value, Mapping):
         return {k: _to(v, device) for k, v in value.items()}
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(_to(v, device) for v in value)
+    if isinstance(value, list | tuple):
+        moved = [_to(v, device) for v in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
     return value
 
 
 def _call(model: Any, batch: Any) -> Any:
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, list | tuple) else model(batch)
 
 
 def _field(output: Any, name: str) -> Any:
-    return output.get(name) if isinstance(output, dict) else getattr(output, name, None)
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def _contains(loss: Tensor, part: Any) -> bool:
+    """Whether a loss was made from another one with a few operations: it is in there already."""
+    wanted = getattr(part, "grad_fn", None)
+    ring = [loss.grad_fn]
+    for _ in range(_DEPTH):
+        if wanted is None or wanted in ring:
+            return wanted is not None
+        ring = [n for node in ring if node is not None for n, _ in node.next_functions]
+    return False
 
 
 def _as_loss(output: Any) -> Tensor:
@@ -234,5 +287,9 @@ def _as_loss(output: Any) -> Tensor:
     if not hasattr(loss, "backward") or loss.numel() != 1:
         shown = f"a tensor of shape {tuple(loss.shape)}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
         raise StepscopeError(f"the model returned {shown}, not a loss", hint="give loss_fn=lambda model, batch: ...")
+    if not loss.requires_grad:
+        raise StepscopeError(
+            "the loss does not require a gradient", hint="is a parameter trainable, and nothing detached?"
+        )
     scalar: Tensor = loss.reshape(())
     return scalar

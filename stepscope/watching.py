@@ -173,7 +173,7 @@ def _device() -> dict[str, str]:
     """The CUDA device in use. Asked at the end: asking earlier would start CUDA before the script has chosen a device."""
     import torch
 
-    return {"device": torch.cuda.get_device_name()} if torch.cuda.is_initialized() else {}
+    return {"device": torch.cuda.get_device_name()} if torch.cuda.is_initialized() else {}  # type: ignore[no-untyped-call]
 
 
 def _many(value: Any) -> list[Any]:

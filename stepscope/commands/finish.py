@@ -69,8 +69,8 @@ def _write_report(trace: Trace, outcomes: Sequence[Outcome], folder: Path) -> No
     """The HTML report; a fault in rendering must not hide the verdict."""
     from stepscope.render.html import render_html
     from stepscope.render.model import build_model
-    from stepscope.store.atomic import write_text
     from stepscope.schema import REPORT
+    from stepscope.store.atomic import write_text
 
     try:
         write_text(folder / REPORT, render_html(build_model(trace, outcomes)))

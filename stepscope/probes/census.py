@@ -152,12 +152,7 @@ class Census(Probe):
         summary: dict[str, list[Any]] = {
             "unoptimized": [self._say(f) for k, f in self._suspects.items() if k not in self._ever],
             "declared_frozen": [self._say(f) for f in self._frozen.values()],
-            "stale": [
-                _entry(w, p)
-                for w in alive
-                for p in w.params
-                if id(p) not in held and id(p) not in self._fed
-            ],
+            "stale": [_entry(w, p) for w in alive for p in w.params if id(p) not in held and id(p) not in self._fed],
             "fed_by_hand": [_shape(p) for w in alive for p in w.params if id(p) not in held and id(p) in self._fed],
             "cut_off": self._without_graph(held),
             "repeated": [r for w in alive for r in self._repeated(w)],

@@ -124,7 +124,9 @@ class Clip(Probe):
         if self._told <= _MOST_EVENTS:
             detail = {"gradients": len(call.gradients), "parameters": len(given), "max_norm": call.max_norm}
             self.context.note(
-                "clip_matched_nothing", None, {**detail, "norm": call.total_norm, "waiting": [w.label for w, _ in waiting]}
+                "clip_matched_nothing",
+                None,
+                {**detail, "norm": call.total_norm, "waiting": [w.label for w, _ in waiting]},
             )
 
     def on_called(self, event: events.Called) -> None:

@@ -18,9 +18,17 @@ class Timing(Probe):
 
     name = "timing"
     columns = (
-        Column("forward_ms", "float64", "ms", f"training forwards since the backward before; {_HOST}", "no module was called"),
+        Column(
+            "forward_ms",
+            "float64",
+            "ms",
+            f"training forwards since the backward before; {_HOST}",
+            "no module was called",
+        ),
         Column("backward_ms", "float64", "ms", f"this backward; {_HOST}"),
-        Column("step_ms", "float64", "ms", f"the optimizer's step; {_HOST}", "not the window's last row, or not called"),
+        Column(
+            "step_ms", "float64", "ms", f"the optimizer's step; {_HOST}", "not the window's last row, or not called"
+        ),
     )
 
     def __init__(self, context: Context) -> None:
@@ -44,5 +52,3 @@ class Timing(Probe):
         """Note the step's time."""
         if event.row is not None:
             event.row.cells["step_ms"] = event.milliseconds
-
-

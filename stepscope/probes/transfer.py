@@ -34,7 +34,7 @@ class Transfer:
             if device.type == "cuda":
                 pinned = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
                 pinned.copy_(flat, non_blocking=True)
-                self._done = torch.cuda.Event()
+                self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._done.record(torch.cuda.current_stream(device))
                 flat = pinned
             self._host.append(([k for k, _ in keyed], [tuple(t.shape) for t in tensors], flat))

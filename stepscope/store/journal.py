@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from stepscope.schema import Column, Table
+from stepscope.schema import Column, DType, Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-_ARROW = {"int64": pa.int64(), "float64": pa.float64(), "bool": pa.bool_(), "string": pa.string()}
+_ARROW: dict[DType, pa.DataType] = {
+    "int64": pa.int64(),
+    "float64": pa.float64(),
+    "bool": pa.bool_(),
+    "string": pa.string(),
+}
 
 
 def arrow_schema(columns: Iterable[Column]) -> pa.Schema:
@@ -54,7 +59,7 @@ def _fits(value: Any, kind: pa.DataType) -> bool:
 
 def columns_of(schema: pa.Schema) -> tuple[Column, ...]:
     """The declarations that a stream's schema carries; the reverse of `arrow_schema`."""
-    names = {v: k for k, v in _ARROW.items()}
+    names: dict[pa.DataType, DType] = {v: k for k, v in _ARROW.items()}
 
     def column(field: pa.Field) -> Column:
         said = {k.decode(): v.decode() for k, v in (field.metadata or {}).items()}

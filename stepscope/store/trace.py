@@ -147,7 +147,8 @@ class Trace:
     def _frame(self, table: Table) -> pd.DataFrame:
         import pandas as pd
 
-        return self.tables[table].to_pandas(types_mapper=pd.ArrowDtype)
+        frame: pd.DataFrame = self.tables[table].to_pandas(types_mapper=pd.ArrowDtype)
+        return frame
 
     def __repr__(self) -> str:
         where = self.path if self.path is not None else "memory"

@@ -173,6 +173,8 @@ def _is_mask(mask: Tensor) -> Any:
 def _composite(node: Any) -> Targets:
     if name_of(node) == "DivBackward1":
         sizes = _sizes(_soft_sum(node))
+        if not sizes:
+            return Targets("")
         rows = math.prod(sizes) // sizes[1 if len(sizes) > 1 else 0]
         return Targets("mean", rows, rows, rows)
     part = next((c for m in children_of(node) for c in children_of(m) if name_of(c).startswith("NllLoss")), None)

@@ -60,7 +60,8 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
 def total(parts: Tensor) -> Tensor:
     """The L2 norm of a whole from the norms of its parts. Shape ``()``."""
-    return torch.linalg.vector_norm(parts)
+    norm: Tensor = torch.linalg.vector_norm(parts)
+    return norm
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:

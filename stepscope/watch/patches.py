@@ -315,7 +315,8 @@ def _patch_schedulers(cls: type) -> None:
         own = vars(cls).get(name)
         if callable(own) and not hasattr(own, "__stepscope__"):
             _replace(cls, name, _marked(make))
-    for child in cls.__subclasses__():
+    children: list[type] = cls.__subclasses__()
+    for child in children:
         _patch_schedulers(child)
 
 

@@ -38,7 +38,7 @@ class Watcher:
         self.books = Books(sink, on_row_sealed, None if only is None else {id(o) for o in only})
         self._listeners = [listener(self.books) for listener in LISTENERS]
         for listener in self._listeners:
-            listener.failed = on_failure  # type: ignore[method-assign]
+            listener.failed = on_failure  # type: ignore[method-assign, assignment]
 
     @property
     def optimizers(self) -> dict[int, WatchedOptimizer]:

@@ -99,7 +99,9 @@ def test_skips_are_told_from_steps(fused):
         for _ in range(40):
             before = [p.detach().clone() for p in net.parameters()]
             with torch.autocast("cuda", dtype=torch.float16):
-                loss = F.cross_entropy(net(torch.randn(32, 16, device="cuda")), torch.randint(0, 8, (32,), device="cuda"))
+                loss = F.cross_entropy(
+                    net(torch.randn(32, 16, device="cuda")), torch.randint(0, 8, (32,), device="cuda")
+                )
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -121,7 +123,9 @@ def test_norms_against_float64():
     with stepscope.watch(net, optimizer) as watching:
         for _ in range(5):
             with torch.autocast("cuda", dtype=torch.float16):
-                loss = F.cross_entropy(net(torch.randn(32, 16, device="cuda")), torch.randint(0, 8, (32,), device="cuda"))
+                loss = F.cross_entropy(
+                    net(torch.randn(32, 16, device="cuda")), torch.randint(0, 8, (32,), device="cuda")
+                )
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             before = sum(float((p.grad.double() ** 2).sum()) for p in net.parameters()) ** 0.5

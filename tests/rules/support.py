@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import stepscope
 from stepscope.rules.engine import judge
-from stepscope.rules.outcome import Finding
-from stepscope.store.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stepscope.rules.outcome import Finding
+    from stepscope.store.trace import Trace
 
 
 def record(loop: Callable[[], Any], declared: dict[str, Any] | None = None) -> Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import stepscope
@@ -70,12 +71,14 @@ def test_an_error_of_the_loop_itself_passes_through():
     net = loops.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     watching = stepscope.watch(out=None)
-    try:
+
+    def failing_loop():
         with watching:
             loops.train(net, optimizer, torch.amp.GradScaler("cpu", enabled=False), micro_steps=3)
             raise ZeroDivisionError("mine")
-    except ZeroDivisionError as error:
-        assert str(error) == "mine"
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        failing_loop()
 
     assert watching.trace.meta["status"] == "failed"
     assert watching.trace.meta["error"] == "ZeroDivisionError: mine"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +14,9 @@ from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.rules.loops.schedule import linear
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TOTAL, STOP = 24, 12
 ALL = ("model", "optimizer", "scheduler", "scaler", "rng")

@@ -62,7 +62,9 @@ def stepped(
     return loop
 
 
-def by_hand(rate: Callable[[int], float], *, windows: int = 24, k: int = 1, per: str = "window", after: bool = False) -> Callable[[], None]:
+def by_hand(
+    rate: Callable[[int], float], *, windows: int = 24, k: int = 1, per: str = "window", after: bool = False
+) -> Callable[[], None]:
     """Rates written into ``param_groups`` before each micro-step or window, or after the step."""
 
     def loop() -> None:
@@ -113,7 +115,9 @@ def lambda_lr(factor: Callable[[int], float]) -> Make:
     return lambda optimizer: schedulers.LambdaLR(optimizer, factor)
 
 
-def scaled(*, infinite: tuple[int, ...], guarded: bool, steps: int = 24, fused: bool = False, warmup: int = 6) -> Callable[[], None]:
+def scaled(
+    *, infinite: tuple[int, ...], guarded: bool, steps: int = 24, fused: bool = False, warmup: int = 6
+) -> Callable[[], None]:
     """float32 under a GradScaler; the loss of some steps is infinite, so that they are skipped."""
 
     def loop() -> None:
@@ -135,7 +139,9 @@ def scaled(*, infinite: tuple[int, ...], guarded: bool, steps: int = 24, fused: 
     return loop
 
 
-def two_schedulers(make: Callable[[torch.optim.Optimizer], tuple[Any, Any]], warmup: int = 6, steps: int = 20) -> Callable[[], None]:
+def two_schedulers(
+    make: Callable[[torch.optim.Optimizer], tuple[Any, Any]], warmup: int = 6, steps: int = 20
+) -> Callable[[], None]:
     """The first of two schedulers is stepped for `warmup` steps, then the other."""
 
     def loop() -> None:
@@ -195,7 +201,10 @@ def grouped(make: Make, steps: int = 16) -> Callable[[], None]:
 
     def loop() -> None:
         model = net()
-        groups = [{"params": list(model[0].parameters()), "lr": 1e-3}, {"params": list(model[2].parameters()), "lr": 1e-2}]  # type: ignore[index]
+        groups = [
+            {"params": list(model[0].parameters()), "lr": 1e-3},
+            {"params": list(model[2].parameters()), "lr": 1e-2},
+        ]  # type: ignore[index]
         optimizer = torch.optim.AdamW(groups)
         scheduler = make(optimizer)
         for step in range(steps):
@@ -382,7 +391,9 @@ class Averaging(torch.optim.Optimizer):
                     self.state[p].setdefault("other", p.clone()).lerp_(p, 0.2)
 
 
-def averaged(*, switch: bool, evaluate: str = "epoch", steps: int = 12, save: bool = False, real: Any = None) -> Callable[[], None]:
+def averaged(
+    *, switch: bool, evaluate: str = "epoch", steps: int = 12, save: bool = False, real: Any = None
+) -> Callable[[], None]:
     """Evaluation every fourth step (``epoch``), or a forward without gradients in every step (``always``)."""
 
     def loop() -> None:
