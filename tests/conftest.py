@@ -10,6 +10,10 @@ import pytest
 os.environ.setdefault("COLUMNS", "100")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--accept-gold", action="store_true", help="write the gold files instead of comparing with them")
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     """After every test no patch, hook or listener of ours is in place."""

@@ -38,10 +38,6 @@ def rule_text(name):
     return RULE_TEXTS.get(name, {})
 
 
-def pytest_addoption(parser):
-    parser.addoption("--accept-gold", action="store_true", help="write the gold files instead of comparing with them")
-
-
 @pytest.fixture(scope="session")
 def factory():
     return _load("factory")

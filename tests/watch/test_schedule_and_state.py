@@ -210,7 +210,7 @@ def test_saves_are_thinned_in_a_loop_that_saves_at_every_step():
         train(model, optimizer, 80, lambda _: torch.save(model.state_dict(), io.BytesIO()))
     whole = [e["micro_step"] for e in w.trace.details("saved") if "params" in e["detail"]]
     assert whole[:64] == list(range(1, 65))
-    assert all(b >= 1.05 * a for a, b in itertools.pairwise(whole))
+    assert all(b >= 1.05 * a for a, b in itertools.pairwise(whole[63:]))
     assert len(whole) == 64 + math.floor((80 - 64) / 4)  # from 64 on every fourth: 68, 72, 76, 80
 
 
