@@ -129,7 +129,7 @@ def test_a_scheduler_moves_only_after_applied_steps():
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
     tracer = stepscope.Tracer(model, optimizer, dtype="float16", scaler=scaler, scheduler=scheduler)
     with tracer:
         for batch in batches(40):
