@@ -18,8 +18,10 @@ def pytest_addoption(parser):
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     """After every test no patch, hook or listener of ours is in place."""
-    if "torch" in sys.modules and not gc.get_freeze_count():
-        gc.freeze()  # a recording looks for models among all objects: those of the libraries need not be seen each time
+    if "torch" in sys.modules:
+        gc.collect()  # optimizers of the test before must not be found by this one's recording
+        if not gc.get_freeze_count():
+            gc.freeze()  # it looks among all objects: those of the libraries need not be seen each time
     yield
     patches = sys.modules.get("stepscope.watch.patches")
     if patches is not None:

@@ -233,6 +233,8 @@ def _value(main: dict[str, Any], terms: list[dict[str, Any]], root: Any, scale: 
     equal = all(math.isclose(t["weight"], main["weight"], rel_tol=1e-5) for t in terms)
     if root is None or not (main["alone"] or equal):
         return None
+    if math.isnan(float(root)):
+        return math.nan
     return float(root) / (main["weight"] * scale) if main["weight"] else None
 
 
