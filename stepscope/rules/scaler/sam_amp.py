@@ -71,8 +71,9 @@ def climbs(rows: Rows) -> Mask:
         return out
     window, weights = rows.window_of, rows["weights_norm"]
     same = (window[1:] == window[:-1]) & (rows["grad_norm_before"][1:] == 0.0)
+    both = rows.seen("weights_norm")[1:] & rows.seen("weights_norm")[:-1]
     with np.errstate(invalid="ignore"):
-        moved = rows.true("params_moved")[1:] | (rows.seen("weights_norm")[1:] & (weights[1:] != weights[:-1]))
+        moved = rows.true("params_moved")[1:] | (both & (weights[1:] != weights[:-1]))
     out[:-1] = same & moved & np.isfinite(rows["loss_scale_before"][:-1])
     return out
 
