@@ -11,6 +11,7 @@ from stepscope.events import Attempt, BackwardBegin, Event, Forward, handler_nam
 from stepscope.probes.base import Context, Probe, Settings
 from stepscope.probes.transfer import Transfer
 from stepscope.schema import EVENT_COLUMNS, KEYS, Column
+from stepscope.store.journal import warm_up
 from stepscope.store.jsonio import dumps
 from stepscope.watch import measure
 from stepscope.watch.ledger import plain_settings
@@ -120,6 +121,7 @@ class Recorder:
 
     def start(self) -> None:
         """Begin to watch."""
+        warm_up()
         self.store.open(step_columns(), param_columns(), EVENT_COLUMNS)
         self._write_meta("recording")
         self._recording = self.open = True

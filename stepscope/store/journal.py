@@ -42,6 +42,11 @@ def record_batch(rows: Sequence[dict[str, Any]], schema: pa.Schema) -> pa.Record
     )
 
 
+def warm_up() -> None:
+    """Let pyarrow load what it loads at its first conversion (pandas, half a second): not in the middle of training."""
+    pa.array([None, 1.0])
+
+
 def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
     try:
         return pa.array(values, type=kind)
