@@ -203,13 +203,14 @@ def test_disabled_scaler_scales_nothing(make):
     assert (steps["grad_norm_clipped"] <= LIMIT * 1.001).all()
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: without it this class switches itself off")
 def test_enabled_scaler_of_torch_cuda_amp():
     """The old class inherits its methods from the new one: the same calls are heard."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scaler = torch.cuda.amp.GradScaler(init_scale=INIT)
-    if not scaler.is_enabled():
-        pytest.skip("without CUDA this class switches itself off")
+    assert scaler.is_enabled()
     assert type(scaler).step is torch.amp.GradScaler.step
 
 
