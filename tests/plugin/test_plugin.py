@@ -40,7 +40,7 @@ def train(divide=True):
 def run(pytester: pytest.Pytester, body: str, *options: str) -> pytest.RunResult:
     pytester.makepyfile(LOOP + body)
     plain = ("-p", "no:cacheprovider", "--strict-markers")
-    return pytester.runpytest_inprocess("-p", "stepscope.pytest_plugin", *plain, *options)
+    return pytester.runpytest_inprocess(*plain, *options)
 
 
 def test_right_code_passes_every_assertion(pytester: pytest.Pytester) -> None:
@@ -138,7 +138,7 @@ def test_own():
 def test_marked_tests_run_under_xdist(pytester: pytest.Pytester) -> None:
     pytest.importorskip("xdist", reason="pytest-xdist is not installed")
     pytester.makepyfile(LOOP + "@pytest.mark.stepscope\ndef test_marked():\n    train()\n")
-    result = pytester.runpytest_subprocess("-p", "stepscope.pytest_plugin", "-p", "no:cacheprovider", "-n", "1")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-n", "1")
     result.assert_outcomes(passed=1)
 
 
