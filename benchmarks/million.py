@@ -60,7 +60,7 @@ def columns(first: int, size: int) -> dict[str, np.ndarray]:
 
 def write(folder: Path, micro_steps: int) -> None:
     """A trace directory of the given length."""
-    from stepscope.recorder import param_columns, step_columns
+    from stepscope.probes import param_columns, step_columns
     from stepscope.schema import EVENT_COLUMNS
     from stepscope.store.journal import arrow_schema
     from stepscope.store.writer import DirectoryStore

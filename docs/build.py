@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from stepscope.recorder import param_columns, step_columns
+from stepscope.probes import param_columns, step_columns
 from stepscope.rules.base import HEADINGS, Rule
 from stepscope.rules.engine import all_rules, rule_text
 from stepscope.schema import EVENT_COLUMNS, Column

@@ -21,9 +21,9 @@ import stepscope
 from stepscope.render.comparison import comparison_model
 from stepscope.render.comparison_formats import render_comparison
 from stepscope.render.html import PLOTLY, asset, render_html
-from stepscope.render.judge import outcomes_for
 from stepscope.render.model import build_model
 from stepscope.render.palette import DARK, LIGHT, css_variables
+from stepscope.rules.engine import judge
 from stepscope.store.trace import Trace
 
 HERE = Path(__file__).parent
@@ -93,7 +93,7 @@ def record(loop: Loop, name: str, folder: Path) -> Trace:
 
 def report(sample: Sample, trace: Trace) -> dict[str, Any]:
     """Write the page of one run; returns its line in the gallery."""
-    model = build_model(trace, outcomes_for(trace))
+    model = build_model(trace, judge(trace))
     page = SAMPLES / f"{sample.name}.html"
     page.write_text(render_html(model, plotly=PLOTLY), "utf-8")
     return {

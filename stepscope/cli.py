@@ -7,12 +7,12 @@ answers without torch, pandas or plotly.
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import typer
 
 from stepscope.commands import register_all
+from stepscope.commands.finish import say
 from stepscope.errors import EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED, StepscopeError
 
 if TYPE_CHECKING:
@@ -27,11 +27,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 register_all(app)
-
-
-def say(line: str) -> None:
-    """Print one line to stderr; stdout is kept for what was asked for."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.errors import FAIL_ON, StepscopeError
+from stepscope.errors import FAIL_ON, StepscopeError, require_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,8 +78,7 @@ def _check(values: dict[str, Any], path: Path) -> None:
     for name, value in values.items():
         if not isinstance(value, types[name]) or isinstance(value, bool):
             raise StepscopeError(f"{name.replace('_', '-')} in [tool.stepscope] of {path} must be {words[types[name]]}")
-    if values.get("fail_on", "error") not in FAIL_ON:
-        raise StepscopeError(f"fail-on in {path} is {values['fail_on']!r}", hint=f"one of {', '.join(FAIL_ON)}")
+    require_one_of(f"fail-on in {path}", values.get("fail_on", "error"), FAIL_ON)
     if any(not isinstance(reason, str) or not reason.strip() for reason in values.get("accept", {}).values()):
         raise StepscopeError(f"accept in [tool.stepscope] of {path} needs a reason for each finding")
 

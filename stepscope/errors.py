@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 EXIT_CLEAN = 0
 EXIT_FINDINGS = 1
 EXIT_COULD_NOT_RUN = 2
@@ -28,3 +34,18 @@ class StepscopeError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+def require_one_of(what: str, value: str, choices: Sequence[str]) -> None:
+    """Raise a StepscopeError that lists the choices and the nearest one, unless `value` is one of them.
+
+    Args:
+        what: what was given, as the user knows it, e.g. ``--dtype``.
+        value: what it is.
+        choices: what it may be; an empty string among them is not listed.
+    """
+    if value in choices:
+        return
+    near = difflib.get_close_matches(value, choices, n=1)
+    hint = f"did you mean {near[0]}?" if near else ""
+    raise StepscopeError(f"{what} {value!r} is none of {', '.join(filter(None, choices))}", hint=hint)

@@ -10,7 +10,7 @@ from stepscope import probes
 from stepscope.events import Attempt, BackwardBegin, Event, Forward, handler_name
 from stepscope.probes.base import Context, Probe, Settings
 from stepscope.probes.transfer import Transfer
-from stepscope.schema import EVENT_COLUMNS, KEYS, Column
+from stepscope.schema import EVENT_COLUMNS
 from stepscope.store.journal import warm_up
 from stepscope.store.jsonio import dumps
 from stepscope.watch import measure
@@ -34,31 +34,6 @@ _MOST_EVENTS = 1024
 
 _PATIENCE = 2.0
 """Seconds after which rows are handed over even if there are few: what a ``kill -9`` may take along."""
-
-_ORDERED_CALLS = 200
-"""Micro-steps whose calls are written one by one into the table of events."""
-
-PARAM_KEYS = (
-    *KEYS,
-    Column("global_step", "int64", "optimizer steps", "attempts of the optimizer up to and with this step"),
-    Column("optimizer", "string", "", "class and index of the optimizer"),
-    Column("param", "string", "", "name of the parameter in the model; by group and index where no model has it"),
-    Column("group", "int64", "1", "parameter group, from 1"),
-    Column("shape", "string", "", "shape, e.g. 64x128; empty for a scalar"),
-    Column("dtype", "string", "", "dtype of the parameter"),
-)
-
-
-def step_columns() -> list[Column]:
-    """Columns of the table of steps, in order."""
-    order = ("progress", "learning_rate", "loss", "loss_scale", "grad_norm", "clip", "updates", "timing")
-    ranked = sorted(probes.ALL, key=lambda p: order.index(p.name) if p.name in order else len(order))
-    return [column for probe in ranked for column in probe.columns]
-
-
-def param_columns() -> list[Column]:
-    """Columns of the table of parameters, in order."""
-    return [*PARAM_KEYS, *(column for probe in probes.ALL for column in probe.param_columns)]
 
 
 class Recorder:
@@ -122,7 +97,7 @@ class Recorder:
     def start(self) -> None:
         """Begin to watch."""
         warm_up()
-        self.store.open(step_columns(), param_columns(), EVENT_COLUMNS)
+        self.store.open(probes.step_columns(), probes.param_columns(), EVENT_COLUMNS)
         self._write_meta("recording")
         self._recording = self.open = True
         self.watcher.start()

@@ -19,10 +19,4 @@ COMMANDS = ("trace", "run", "check", "report", "compare", "rules", "columns")
 def register_all(app: typer.Typer) -> None:
     """Add every command to the app."""
     for name in COMMANDS:
-        try:
-            module = importlib.import_module(f"stepscope.commands.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"stepscope.commands.{name}":
-                raise
-            continue
-        module.register(app)
+        importlib.import_module(f"stepscope.commands.{name}").register(app)

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepscope.errors import StepscopeError
+from stepscope.errors import FAIL_ON, StepscopeError, require_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stepscope.rules.outcome import Outcome
 
-FAIL_ON = ("error", "warning", "notice", "never")
 
 Target = Annotated[
     str,
@@ -71,7 +70,7 @@ def accumulation(
 
     float64 decides between equal and different; in a working dtype the rest is rounding, below a bound that is derived.
     """
-    _check(tail_divisor, ("remainder", "full"), "--tail-divisor")
+    require_one_of("--tail-divisor", tail_divisor, ("remainder", "full"))
 
     def outcomes() -> list[Outcome]:
         from stepscope.checks.accumulation import Settings, check_accumulation
@@ -199,8 +198,8 @@ def ddp(
     fail_on: FailOn = "error",
 ) -> int:
     """Do N processes give the gradient of one process with the joint batch, and keep the same parameters?"""
-    _check(normalisation, ("mean", "targets"), "--normalisation")
-    _check(backend, ("", "gloo", "nccl"), "--backend")
+    require_one_of("--normalisation", normalisation, ("mean", "targets"))
+    require_one_of("--backend", backend, ("", "gloo", "nccl"))
 
     def outcomes() -> list[Outcome]:
         from stepscope.checks.ddp import check_ddp
@@ -224,8 +223,8 @@ def _run(outcomes: Callable[[], Sequence[Outcome]], title: str, name: str, outpu
     from stepscope.checks.report import FORMATS, render_checks
     from stepscope.commands.finish import exit_code
 
-    _check(name, FORMATS, "--format")
-    _check(fail_on, FAIL_ON, "--fail-on")
+    require_one_of("--format", name, FORMATS)
+    require_one_of("--fail-on", fail_on, FAIL_ON)
     found = outcomes()
     text = render_checks(found, name, title=title.strip())
     if output == "-":
@@ -234,7 +233,7 @@ def _run(outcomes: Callable[[], Sequence[Outcome]], title: str, name: str, outpu
         from stepscope.render.formats import write
 
         write(Path(output), text)
-    return exit_code(found, fail_on)
+    return exit_code((f for outcome in found for f in outcome.findings), fail_on)
 
 
 def _setting(text: str) -> tuple[str, float]:
@@ -243,8 +242,3 @@ def _setting(text: str) -> tuple[str, float]:
         return name, float(json.loads(value))
     except (ValueError, TypeError) as error:
         raise StepscopeError(f"--set {text!r} is not of the form NAME=NUMBER", hint="--set T=1000") from error
-
-
-def _check(value: str, choices: tuple[str, ...], option: str) -> None:
-    if value not in choices:
-        raise StepscopeError(f"{option} {value!r} is none of {', '.join(filter(None, choices))}")

@@ -38,7 +38,7 @@ def declared(table: Table) -> tuple[Column, ...]:
     """The columns of a table, in the order in which they are recorded."""
     if table == "events":
         return EVENT_COLUMNS
-    from stepscope.recorder import param_columns, step_columns
+    from stepscope.probes import param_columns, step_columns
 
     return tuple(step_columns() if table == "steps" else param_columns())
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepscope.commands.report import for_terminal, say
+from stepscope.commands.finish import say
+from stepscope.commands.report import for_terminal
 from stepscope.errors import EXIT_CLEAN, EXIT_FINDINGS, StepscopeError
 
 if TYPE_CHECKING:

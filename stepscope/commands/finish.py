@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from stepscope.errors import EXIT_CLEAN, EXIT_COULD_NOT_RUN, EXIT_FINDINGS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from stepscope.rules.outcome import Outcome
+    from stepscope.rules.outcome import Finding, Outcome
     from stepscope.store.trace import Trace
 
 
@@ -52,17 +52,17 @@ def finish(
     if not len(trace.tables["steps"]):
         say("stepscope: no training step was recorded: no backward pass of a watched model ran in this process")
         return EXIT_COULD_NOT_RUN
-    return exit_code(outcomes, fail_on)
+    return exit_code((f for outcome in outcomes for f in outcome.findings), fail_on)
 
 
-def exit_code(outcomes: Sequence[Outcome], fail_on: str) -> int:
+def exit_code(findings: Iterable[Finding], fail_on: str) -> int:
     """1 where a finding is at or above `fail_on`, else 0."""
     from stepscope.rules.outcome import SEVERITIES
 
     if fail_on == "never":
         return EXIT_CLEAN
     loud = SEVERITIES[: SEVERITIES.index(fail_on) + 1]
-    return EXIT_FINDINGS if any(f.severity in loud for o in outcomes for f in o.findings) else EXIT_CLEAN
+    return EXIT_FINDINGS if any(f.severity in loud for f in findings) else EXIT_CLEAN
 
 
 def _write_report(trace: Trace, outcomes: Sequence[Outcome], folder: Path) -> None:

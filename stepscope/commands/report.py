@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path  # noqa: TC003 (typer reads the annotations)
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stepscope.errors import EXIT_CLEAN, EXIT_FINDINGS, StepscopeError
+from stepscope.commands.finish import exit_code, say
+from stepscope.errors import EXIT_CLEAN, FAIL_ON, require_one_of
 
 if TYPE_CHECKING:
     from stepscope.render.model import ReportModel
     from stepscope.store.trace import Trace
 
 EPILOG = "Examples:  stepscope report reports/run   ·   stepscope report reports/run --format text --fail-on warning"
-FAIL_ON = ("error", "warning", "notice", "never")
 
 
 def register(app: typer.Typer) -> None:
@@ -32,24 +31,31 @@ def report(
     ] = None,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to; - is stdout.")] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
-    select: Annotated[list[str] | None, typer.Option(metavar="CODE", help="Ask only these rules.")] = None,
-    ignore: Annotated[list[str] | None, typer.Option(metavar="CODE", help="Leave out these rules.")] = None,
+    select: Annotated[list[str], typer.Option(metavar="CODE", help="Ask only these rules.")] = [],  # noqa: B006
+    ignore: Annotated[list[str], typer.Option(metavar="CODE", help="Leave out these rules.")] = [],  # noqa: B006
     declare: Annotated[
-        list[str] | None, typer.Option(metavar="K=V", help="What the loop is meant to do, e.g. accumulation_steps=4.")
+        list[str], typer.Option(metavar="KEY=VALUE", help="What the loop is meant to do, e.g. accumulation_steps=4.")
+    ] = [],  # noqa: B006
+    after: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="This run resumes the one recorded in DIR.  [default: as when it ran]"),
     ] = None,
     fail_on: Annotated[
-        str, typer.Option(metavar="SEVERITY", help="Exit 1 from this severity on: error, warning, notice or never.")
-    ] = "error",
+        str | None,
+        typer.Option(metavar="SEVERITY", help="Exit 1 from this severity on: error, warning, notice or never."),
+    ] = None,
     plotlyjs: Annotated[
         str, typer.Option(metavar="HOW", help="inline: in the page; directory: one file beside it, for many pages.")
     ] = "inline",
 ) -> int:
     """Judge a recorded run and show what was found."""
+    from stepscope.config import load_config, parse_declarations
     from stepscope.render.formats import EXPORTS, chosen_format
+    from stepscope.render.model import build_model
+    from stepscope.rules.engine import judge
     from stepscope.store.trace import Trace
 
-    _check(fail_on, FAIL_ON, "--fail-on")
-    _check(plotlyjs, ("inline", "directory"), "--plotlyjs")
+    require_one_of("--plotlyjs", plotlyjs, ("inline", "directory"))
     name = chosen_format(format, output, default="html")
     trace = Trace.load(folder)
     if name in EXPORTS:
@@ -57,30 +63,30 @@ def report(
 
         say(export(trace, name, output))
         return EXIT_CLEAN
-    model = _model(trace, declare or [], select or [], ignore or [])
+    config = load_config()
+    level = fail_on or config.fail_on
+    require_one_of("--fail-on", level, FAIL_ON)
+    outcomes = judge(
+        trace,
+        declared={**config.declare, **trace.meta.get("declared", {}), **parse_declarations(declare)},
+        after=_earlier(trace, after),
+        select=select or config.select,
+        ignore=ignore or config.ignore,
+        accepted=config.accept,
+    )
+    model = build_model(trace, outcomes)
     page = _deliver(model, name, output, folder, plotlyjs)
     if open_page and page is not None:
         typer.launch(page.resolve().as_uri())
-    return _exit_code(model, fail_on)
+    return exit_code((f for outcome in outcomes for f in outcome.findings), level)
 
 
-def _model(trace: Trace, declare: list[str], select: list[str], ignore: list[str]) -> ReportModel:
-    from stepscope.render.judge import outcomes_for
-    from stepscope.render.model import build_model
-
-    declared = dict(_declaration(text) for text in declare)
-    return build_model(trace, outcomes_for(trace, declared=declared, select=select, ignore=ignore))
-
-
-def _declaration(text: str) -> tuple[str, Any]:
-    """``K=V`` with V as JSON where it is JSON, as text otherwise."""
-    key, sign, value = text.partition("=")
-    if not sign or not key:
-        raise StepscopeError(f"--declare {text!r} is not of the form KEY=VALUE", hint="--declare accumulation_steps=4")
-    try:
-        return key, json.loads(value)
-    except ValueError:
-        return key, value
+def _earlier(trace: Trace, after: Path | None) -> Trace | None:
+    """The run that `trace` resumes: the one that is named, else the one that was named when it ran, if it still exists."""
+    if after is not None:
+        return trace.load(after)
+    told = trace.meta.get("after")
+    return trace.load(told) if told and Path(told).is_dir() else None
 
 
 def _deliver(model: ReportModel, name: str, output: str | None, folder: Path, plotlyjs: str) -> Path | None:
@@ -91,8 +97,6 @@ def _deliver(model: ReportModel, name: str, output: str | None, folder: Path, pl
     if to_stdout:
         sys.stdout.write(render(model, name, **for_terminal(name)))
         return None
-    from pathlib import Path
-
     path = Path(output) if output is not None else folder / "report.html"
     options = {}
     if name == "html" and plotlyjs == "directory":
@@ -115,22 +119,3 @@ def for_terminal(name: str) -> dict[str, Any]:
     unicode = (sys.stdout.encoding or "ascii").lower().replace("-", "").startswith("utf")
     width = console.width if console.is_terminal else max(100, console.width)
     return {"width": width, "colour": console.color_system is not None, "ascii_only": not unicode}
-
-
-def _exit_code(model: ReportModel, fail_on: str) -> int:
-    from stepscope.rules.outcome import SEVERITIES
-
-    if fail_on == "never":
-        return EXIT_CLEAN
-    grave = SEVERITIES[: SEVERITIES.index(fail_on) + 1]
-    return EXIT_FINDINGS if any(f.severity in grave for f in model.findings) else EXIT_CLEAN
-
-
-def _check(value: str, choices: tuple[str, ...], option: str) -> None:
-    if value not in choices:
-        raise StepscopeError(f"{option} {value!r} is none of {', '.join(choices)}")
-
-
-def say(line: str) -> None:
-    """Print one line to stderr; stdout is kept for the report."""
-    print(line, file=sys.stderr)  # noqa: T201

@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 from stepscope.commands.finish import finish, say
 from stepscope.commands.processes import Processes, this_process, undisturbed
 from stepscope.commands.recording import Recording
-from stepscope.errors import FAIL_ON, StepscopeError
+from stepscope.errors import FAIL_ON, StepscopeError, require_one_of
 
 if TYPE_CHECKING:
     from stepscope.watch.launcher import Exit, Target
@@ -91,8 +91,7 @@ def run(
     target = _target(module, code, context.args)
     declared = {**config.declare, **parse_declarations(declare)}
     level = fail_on or config.fail_on
-    if level not in FAIL_ON:
-        raise StepscopeError(f"--fail-on {level!r} is not known", hint=f"one of {', '.join(FAIL_ON)}")
+    require_one_of("--fail-on", level, FAIL_ON)
     if after is not None and not any(after.glob("*meta.json")):
         raise StepscopeError(
             f"--after {after} is not a trace directory", hint="give the --out folder of the earlier run"
@@ -101,7 +100,9 @@ def run(
     folder = (
         out if out is not None else _default_folder(target, processes)
     ).absolute()  # the script may change directory
-    ended = _watched(target, folder, declared, processes, force=force, every=every or config.every, max_steps=max_steps)
+    facts = {"after": str(after.resolve())} if after is not None else {}
+    options = {"force": force, "every": every or config.every, "max_steps": max_steps}
+    ended = _watched(target, folder, declared, processes, facts, **options)
     if ended.forked or (processes.several and not processes.judges(folder, failed=ended.code != 0)):
         return ended.code
     with undisturbed() if processes.several else nullcontext():
@@ -149,7 +150,14 @@ def _default_folder(target: Target, processes: Processes) -> Path:
     return processes.share_folder(Path("reports"), name) if processes.several else free_folder(Path("reports"), name)
 
 
-def _watched(target: Target, folder: Path, declared: dict[str, Any], processes: Processes, **options: Any) -> Exit:
+def _watched(
+    target: Target,
+    folder: Path,
+    declared: dict[str, Any],
+    processes: Processes,
+    facts: dict[str, Any],
+    **options: Any,
+) -> Exit:
     """Run the target with everything in place, and write the end of the trace whatever happens."""
     from stepscope.store.folder import prepare_folder
     from stepscope.watch.launcher import execute
@@ -157,7 +165,7 @@ def _watched(target: Target, folder: Path, declared: dict[str, Any], processes: 
 
     rank, world_size = processes.rank, processes.world_size
     prepare_folder(folder, force=options["force"], rank=rank, world_size=world_size)
-    meta = {"kind": "run", "script": target.name, "command": [target.name, *target.args]}
+    meta = {"kind": "run", "script": target.name, "command": [target.name, *target.args], **facts}
     if processes.several:
         meta["run_id"] = processes.run_id
     recording = Recording(out=folder, declare=declared, meta=meta, rank=rank, world_size=world_size, **options)

@@ -77,13 +77,15 @@ def _run(config: TraceConfig) -> int:
     declared = {**settings.declare, "accumulation_steps": config.accumulation_steps}
     live = Live(config.optimizer_steps or 0, quiet=config.quiet)
     out = Path(config.out)
+    earlier = _earlier(config, out)
+    facts = {"after": str(earlier)} if earlier is not None else {}
     watching = Watching(
         out=out,
         declare=declared,
         force=config.force,
         every=config.every,
         on_rows=live.rows,
-        meta={"kind": "trace", "command": ["stepscope", *sys.argv[1:]]},
+        meta={"kind": "trace", "command": ["stepscope", *sys.argv[1:]], **facts},
     )
     with live, watching:  # before anything is built: the reference is watched as a stranger's script would be
         try:
@@ -100,7 +102,7 @@ def _run(config: TraceConfig) -> int:
         ignore=settings.ignore,
         accepted=settings.accept,
         fail_on=config.fail_on,
-        after=_earlier(config, out),
+        after=earlier,
         quiet=config.quiet,
     )
 

@@ -23,6 +23,7 @@ from stepscope.probes.schedule import Schedule
 from stepscope.probes.state import State
 from stepscope.probes.timing import Timing
 from stepscope.probes.updates import Updates
+from stepscope.schema import KEYS, Column
 
 if TYPE_CHECKING:
     from stepscope.probes.base import Probe
@@ -46,3 +47,25 @@ ALL: tuple[type[Probe], ...] = (
     State,
 )
 """Every probe, in the order in which rows are resolved: later ones may use the cells of earlier ones."""
+
+PARAM_KEYS = (
+    *KEYS,
+    Column("global_step", "int64", "optimizer steps", "attempts of the optimizer up to and with this step"),
+    Column("optimizer", "string", "", "class and index of the optimizer"),
+    Column("param", "string", "", "name of the parameter in the model; by group and index where no model has it"),
+    Column("group", "int64", "1", "parameter group, from 1"),
+    Column("shape", "string", "", "shape, e.g. 64x128; empty for a scalar"),
+    Column("dtype", "string", "", "dtype of the parameter"),
+)
+
+
+def step_columns() -> list[Column]:
+    """Columns of the table of steps, in order."""
+    order = ("progress", "learning_rate", "loss", "loss_scale", "grad_norm", "clip", "updates", "timing")
+    ranked = sorted(ALL, key=lambda p: order.index(p.name) if p.name in order else len(order))
+    return [column for probe in ranked for column in probe.columns]
+
+
+def param_columns() -> list[Column]:
+    """Columns of the table of parameters, in order."""
+    return [*PARAM_KEYS, *(column for probe in ALL for column in probe.param_columns)]

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from stepscope.errors import FAIL_ON, StepscopeError
+from stepscope.errors import FAIL_ON, StepscopeError, require_one_of
 from stepscope.reference.schedules import SCHEDULES
 
 SCHEDULE_NAMES = tuple(SCHEDULES)
@@ -212,10 +211,10 @@ class TraceConfig:
         require_in("min_lr_ratio", self.min_lr_ratio, 0, 1)
 
     def _check_choices(self) -> None:
-        require_one_of("schedule", self.schedule, SCHEDULE_NAMES)
-        require_one_of("dtype", self.dtype, DTYPES)
-        require_one_of("tail", self.tail, TAILS)
-        require_one_of("fail_on", self.fail_on, FAIL_ON)
+        require_one_of("--schedule", self.schedule, SCHEDULE_NAMES)
+        require_one_of("--dtype", self.dtype, DTYPES)
+        require_one_of("--tail", self.tail, TAILS)
+        require_one_of("--fail-on", self.fail_on, FAIL_ON)
         if self.steps is not None and self.epochs is not None:
             raise StepscopeError(f"--steps {self.steps} and --epochs {self.epochs} both give a length", hint="keep one")
         if self.factory is not None and self.data is not None:
@@ -274,15 +273,6 @@ def require_in(name: str, value: float, low: float, high: float, *, above: bool 
         return
     left, right = "(" if above else "[", ")" if below else "]"
     raise StepscopeError(f"{flag(name)} is {value:g}; it must be in {left}{low:g}, {high:g}{right}")
-
-
-def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise a StepscopeError that lists the choices and the nearest one."""
-    if value in choices:
-        return
-    near = difflib.get_close_matches(value, choices, n=1)
-    hint = f"did you mean {near[0]}?" if near else ""
-    raise StepscopeError(f"{flag(name)} {value!r} is none of {', '.join(choices)}", hint=hint)
 
 
 def _require_divides(part: str, parts: int, whole: str, size: int) -> None:

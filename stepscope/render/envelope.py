@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from stepscope import __version__
+from stepscope.errors import StepscopeError
 from stepscope.rules.outcome import SEVERITIES, Finding, Outcome, Severity, failed, passed, skipped
 from stepscope.schema import FINDINGS, FINDINGS_FORMAT
 from stepscope.store.jsonio import write_json
@@ -12,6 +13,8 @@ from stepscope.store.jsonio import write_json
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
+
+    from stepscope.store.trace import Trace
 
 VerdictWord = Literal["clean", "findings", "incomplete"]
 
@@ -48,6 +51,13 @@ def write_findings(folder: Path, outcomes: Iterable[Outcome], *, complete: bool)
     return content
 
 
+def judged_now(trace: Trace) -> dict[str, Any]:
+    """The envelope of a run that was not judged when it ended: one recorded by `watch`, or killed."""
+    from stepscope.rules.engine import judge
+
+    return envelope(judge(trace), complete=trace.whole)
+
+
 def verdict_word(outcomes: Sequence[Outcome], *, complete: bool) -> VerdictWord:
     """``findings`` if there is any; ``clean`` only if the run was seen whole and at least one rule could judge it."""
     if any(o.findings for o in outcomes):
@@ -62,7 +72,18 @@ def sorted_findings(outcomes: Iterable[Outcome]) -> list[Finding]:
 
 
 def outcomes_of(content: Mapping[str, Any]) -> tuple[Outcome, ...]:
-    """The outcomes that an envelope holds, findings of one rule together; the reverse of `envelope`."""
+    """The outcomes that an envelope holds, findings of one rule together; the reverse of `envelope`.
+
+    Raises:
+        StepscopeError: it does not hold findings.
+    """
+    try:
+        return _outcomes_of(content)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise StepscopeError(f"{FINDINGS} does not hold findings: {error!r}", hint="record the run again") from error
+
+
+def _outcomes_of(content: Mapping[str, Any]) -> tuple[Outcome, ...]:
     by_rule: dict[tuple[str, str], list[Finding]] = {}
     for row in content.get("findings", []):
         finding = _finding(row)

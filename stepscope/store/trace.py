@@ -90,7 +90,7 @@ class Trace:
 
     @cached_property
     def findings(self) -> pd.DataFrame:
-        """The findings of findings.json as they were judged when the run ended; empty if it was not judged."""
+        """The findings: those of findings.json where the run was judged when it ended, else judged now."""
         import pandas as pd
 
         columns = ["code", "name", "severity", "message", "first_step", "last_step", "evidence"]
@@ -98,10 +98,10 @@ class Trace:
 
     @cached_property
     def verdict(self) -> dict[str, Any]:
-        """The envelope of findings.json, empty if the run was not judged."""
-        if self.path is None or not (self.path / FINDINGS).exists():
-            return {}
-        return _read_json(self.path / FINDINGS)
+        """The envelope of findings.json: as it was judged when the run ended, else judged now (see `findings`)."""
+        if self.path is not None and (self.path / FINDINGS).exists():
+            return _read_json(self.path / FINDINGS)
+        return dict(_later("stepscope.render.envelope").judged_now(self))
 
     @property
     def columns(self) -> dict[Table, tuple[Column, ...]]:
@@ -156,10 +156,10 @@ class Trace:
 
     def figures(self) -> dict[str, Any]:
         """Plotly figures by name (``loss``, ``lr``, ``loss-scale``, ``grad-norm``, ...), for a notebook."""
-        return dict(_notebook().figures(self))
+        return dict(_later("stepscope.render.notebook").figures(self))
 
     def _repr_html_(self) -> str:
-        return str(_notebook().summary_html(self))
+        return str(_later("stepscope.render.notebook").summary_html(self))
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
@@ -198,6 +198,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _notebook() -> Any:
-    """What shows a trace in a notebook; known here by name only, since the store depends on no renderer."""
-    return importlib.import_module("stepscope.render.notebook")
+def _later(name: str) -> Any:
+    """What judges and shows a trace; known here by name only, since the store depends on no rule and no renderer."""
+    return importlib.import_module(name)

@@ -6,7 +6,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from stepscope.render import judge
+from stepscope.render.envelope import outcomes_of
+from stepscope.rules import engine
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def folder(factory, tmp_path):
 @pytest.fixture(autouse=True)
 def stored_findings(monkeypatch):
     """These tests are about delivery: what was judged is taken from findings.json."""
-    monkeypatch.setattr(judge, "outcomes_for", lambda trace, **_: judge._stored(trace))
+    monkeypatch.setattr(engine, "judge", lambda trace, **_: list(outcomes_of(trace.verdict)))
 
 
 def test_page_goes_beside_the_trace_and_stdout_stays_empty(run_command, folder, capsys):
@@ -73,7 +74,7 @@ def test_a_shared_bundle_lies_beside_the_pages(run_command, folder):
         (["nowhere"], "no trace directory at nowhere"),
         (["RUN", "--format", "pdf"], "no format 'pdf'"),
         (["RUN", "--fail-on", "panic"], "--fail-on 'panic' is none of error, warning, notice, never"),
-        (["RUN", "--declare", "K"], "--declare 'K' is not of the form KEY=VALUE"),
+        (["RUN", "--declare", "K"], "--declare 'K' is not of the form key=value"),
         (["RUN", "--plotlyjs", "cdn"], "--plotlyjs 'cdn' is none of inline, directory"),
         (["RUN", "-o", "no/such/dir/r.html"], "cannot write no/such/dir/r.html"),
     ],
@@ -92,14 +93,6 @@ def test_damaged_findings_are_one_clear_line(run_command, folder, capsys, conten
     (folder / "findings.json").write_text(content)
     assert run_command("report", folder) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_declarations_are_json_or_text():
-    from stepscope.commands.report import _declaration
-
-    assert _declaration("accumulation_steps=4") == ("accumulation_steps", 4)
-    assert _declaration("frozen=encoder.*") == ("frozen", "encoder.*")
-    assert _declaration("logged_loss=loss=(.*)") == ("logged_loss", "loss=(.*)")
 
 
 def test_csv_has_every_row_and_keeps_null_and_nan_apart(run_command, factory, tmp_path):
