@@ -44,7 +44,7 @@ def finish(
     trace = Trace.load(folder)
     earlier = Trace.load(after) if after is not None else None
     outcomes = judge(trace, declared=declared, after=earlier, select=select, ignore=ignore, accepted=accepted)
-    write_findings(folder, outcomes, complete=trace.whole)
+    write_findings(folder, outcomes, complete=trace.complete)
     if report:
         _write_report(trace, outcomes, folder)
     if not quiet:
@@ -84,7 +84,7 @@ def _summarise(trace: Trace, outcomes: Sequence[Outcome], folder: Path, *, repor
     from stepscope.render.model import verdict
     from stepscope.render.words import clean
 
-    told = verdict(outcomes, complete=trace.whole)
+    told = verdict(outcomes, complete=trace.complete)
     say(f"stepscope: {told.heading.lower()}: {told.line}")
     for finding in sorted_findings(outcomes):
         say(f"  {finding.severity:<8}{finding.code} {finding.name}: {clean(finding.message)}")

@@ -55,7 +55,7 @@ def judged_now(trace: Trace) -> dict[str, Any]:
     """The envelope of a run that was not judged when it ended: one recorded by `watch`, or killed."""
     from stepscope.rules.engine import judge
 
-    return envelope(judge(trace), complete=trace.whole)
+    return envelope(judge(trace), complete=trace.complete)
 
 
 def verdict_word(outcomes: Sequence[Outcome], *, complete: bool) -> VerdictWord:

@@ -120,7 +120,7 @@ def build_model(trace: Trace, outcomes: Sequence[Outcome], *, rule_text: RuleTex
     last = int(rows.micro_step.max()) if len(rows) else 0
     words = _Words(
         run_title(trace),
-        complete=trace.whole and not trace.meta.get("probes_off"),
+        complete=trace.complete,
         scope=_scope(rows),
         rule_text=rule_text,
     )

@@ -104,6 +104,11 @@ class Trace:
         return dict(_later("stepscope.render.envelope").judged_now(self))
 
     @property
+    def complete(self) -> bool:
+        """Whether everything was seen: neither was the recording cut off nor did a probe fail."""
+        return self.whole and not self.meta.get("probes_off")
+
+    @property
     def columns(self) -> dict[Table, tuple[Column, ...]]:
         """The declared columns of each table: dtype, unit, meaning, when null."""
         return {t: columns_of(self.tables[t].schema) for t in TABLES}

@@ -35,6 +35,9 @@ def test_a_probe_that_raises_in_the_loop(monkeypatch):
     assert trace.steps["clip_coef"].isna().all()
     assert trace.steps["grad_norm_clipped"].equals(before.steps["grad_norm_clipped"])
     assert trace.events["event"].tolist().count("probe_switched_off") == 1
+    assert before.complete
+    assert not trace.complete, "what was not seen cannot be called clean"
+    assert trace.verdict["verdict"] != "clean"
 
 
 def test_a_probe_that_raises_while_rows_are_resolved(monkeypatch):
