@@ -106,7 +106,7 @@ class Recorder:
         """Take note of optimizers, scalers and schedulers that were built before the recording began."""
         for thing in things:
             if hasattr(thing, "param_groups"):
-                self.watcher.watched(thing)
+                self.watcher.found(thing)
             self._tell_each("on_existing", [thing])
 
     def hand_over(self) -> None:

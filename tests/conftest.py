@@ -34,13 +34,3 @@ def nothing_left_behind():
         assert not torch.nn.modules.module._global_forward_pre_hooks
         assert not hooks._global_optimizer_pre_hooks
         assert not hooks._global_optimizer_post_hooks
-
-
-@pytest.fixture
-def no_optimizers_of_other_tests(monkeypatch):
-    """A recording that is given no optimizer finds all that are alive; here only those that the test itself builds."""
-    from stepscope import watching
-
-    search = watching._alive_optimizers
-    before = search()
-    monkeypatch.setattr(watching, "_alive_optimizers", lambda: [o for o in search() if not any(o is b for b in before)])

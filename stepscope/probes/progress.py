@@ -53,6 +53,13 @@ class Progress(Probe):
         Column("global_step", "int64", "optimizer steps", "attempts of the optimizer up to and with this row's window"),
         Column("applied_steps", "int64", "optimizer steps", "attempts up to here that were not skipped"),
         Column("sync_gradients", "bool", "", "an optimizer step was attempted after this micro-step"),
+        Column(
+            "used_elsewhere",
+            "bool",
+            "",
+            "no step of this optimizer followed: another one that holds the same parameters used the window's gradients",
+            "not the window's last row, or this optimizer attempted a step",
+        ),
         Column("tail", "bool", "", "the window is shorter than the declared or usual K", "not the window's last row"),
         Column(
             "calls",

@@ -44,6 +44,16 @@ class Rows:
         self.rank = rank
         self._cache: dict[str, Array] = {}
 
+    def own(self) -> Rows:
+        """These rows without the windows that another optimizer used."""
+        elsewhere = self.true("used_elsewhere")
+        if not elsewhere.any():
+            return self
+        ends = np.flatnonzero(elsewhere | self.true("sync_gradients"))
+        window = np.searchsorted(ends, np.arange(len(self)))
+        kept = ~np.append(elsewhere[ends], False)[window]
+        return Rows(self.trace, self.index[kept], self.optimizer, self.rank)
+
     def __len__(self) -> int:
         return len(self.index)
 
@@ -114,12 +124,16 @@ class View:
 
     @cached_property
     def everyone(self) -> list[Rows]:
-        """Rows of each optimizer and process, and those that no optimizer claimed."""
+        """Rows of each optimizer and process, and those that no optimizer claimed.
+
+        Windows whose gradients another optimizer of the same parameters used are the other's, and left out here.
+        """
         labels, ranks = self.trace.values("optimizer"), self.trace.values("rank")
         keys = sorted({(int(r), o) for r, o in zip(ranks, labels, strict=True)}, key=lambda k: (k[0], k[1] or ""))
         same = {key: np.flatnonzero((ranks == key[0]) & np.equal(labels, key[1])) for key in keys}
         order = self.trace.values("micro_step")
-        return [Rows(self.trace, i[np.argsort(order[i], kind="stable")], o, r) for (r, o), i in same.items()]
+        found = [Rows(self.trace, i[np.argsort(order[i], kind="stable")], o, r) for (r, o), i in same.items()]
+        return [rows.own() for rows in found]
 
     @cached_property
     def stepping(self) -> list[Rows]:

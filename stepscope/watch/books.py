@@ -6,6 +6,7 @@ from which calls were made and from the stamps of gradient tensors.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ class Books:
 
     Attributes:
         optimizers: the watched optimizers by id.
+        idle: optimizers that were there before the recording and have not been used in it, by id.
         gone: the books of optimizers that no longer exist, as far as that has been noticed.
         micro_steps: backward passes begun.
         micro: the backward pass under way, or the last one.
@@ -48,6 +50,7 @@ class Books:
         self.sink = sink
         self.seal = seal
         self.optimizers: dict[int, WatchedOptimizer] = {}
+        self.idle: dict[int, weakref.ref[Any]] = {}
         self.gone: list[WatchedOptimizer] = []
         self.micro_steps = 0
         self.micro: Micro | None = None
@@ -69,9 +72,22 @@ class Books:
         if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "param_groups"):
             return None
         self._retire()
+        self.idle.pop(id(optimizer), None)
         self.optimizers[id(optimizer)] = book = WatchedOptimizer(optimizer, self._seen)
         self._seen += 1
         return book
+
+    def found(self, optimizer: Any) -> None:
+        """Take note of an optimizer that exists already; its book is opened when it is used. It may never be."""
+        if id(optimizer) not in self.optimizers:
+            self.idle[id(optimizer)] = weakref.ref(optimizer)
+
+    def wake(self, module: torch.nn.Module) -> None:
+        """Open the books of idle optimizers that hold parameters of `module`, which is being trained."""
+        own = {id(p) for p in module.parameters()}
+        for optimizer in [ref() for ref in self.idle.values()]:
+            if optimizer is not None and any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
+                self.watched(optimizer)
 
     def _retire(self) -> None:
         """Close the books of optimizers that are gone: another object may have got the address of one."""
@@ -92,6 +108,9 @@ class Books:
         book = self.optimizers.get(id(optimizer))
         if book is not None and book.optimizer is optimizer:
             return book
+        held = self.idle.get(id(optimizer))
+        if held is not None and held() is optimizer:
+            return self.watched(optimizer)
         groups = getattr(optimizer, "param_groups", None)
         return next((b for b in self.alive() if groups is not None and b.groups is groups), None)
 
@@ -152,6 +171,9 @@ class Books:
         row = watched.close_window()
         self.sink(events.Attempt(watched, row, ran, found_inf, scaler))
         watched.stamps = stamps(watched.params)
+        for other in self.alive():
+            if other is not watched and other.window and other.received <= set(watched.layout):
+                other.hand_over_window()
 
     def everywhere(self, letter: str) -> None:
         """Note a call that concerns no optimizer in particular in every open row."""

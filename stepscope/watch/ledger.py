@@ -100,6 +100,7 @@ class WatchedOptimizer:
         self.attempts = 0
         self.row: Row | None = None
         self.window = Window()
+        self.handed_over: Window | None = None
         self.stamps: list[Stamp] = []
         self.params: list[torch.Tensor] = []
         self.before: list[Stamp] = []
@@ -137,6 +138,25 @@ class WatchedOptimizer:
         self.window.add(row)
         self.row = row
         return row
+
+    @property
+    def received(self) -> set[int]:
+        """Ids of the parameters that received a gradient in the open window."""
+        return {id(self.params[i]) for i in self.window.received if i < len(self.params)}
+
+    def hand_over_window(self) -> None:
+        """End the window without an attempt: another optimizer of the same parameters has used its gradients."""
+        assert self.window.last is not None
+        self.window.last.cells["used_elsewhere"] = True
+        self.handed_over, self.window = self.window, Window()
+
+    def take_back_window(self) -> None:
+        """Open the window that was handed over again: this optimizer is about to use the same gradients too."""
+        handed, self.handed_over = self.handed_over, None
+        if not self.window and handed is not None and handed.last is self.row and self.stamps == stamps(self.params):
+            assert handed.last is not None
+            del handed.last.cells["used_elsewhere"]
+            self.window = handed
 
     def close_window(self) -> Row | None:
         """Count an attempt and end the window; returns its last row, None if no backward preceded the attempt."""

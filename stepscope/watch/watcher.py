@@ -59,6 +59,10 @@ class Watcher:
         """The book of an optimizer; None if it is not to be watched."""
         return self.books.watched(optimizer)
 
+    def found(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer existed before; it is watched from its first use on."""
+        self.books.found(optimizer)
+
     def start(self) -> None:
         """Install the patches and begin to listen."""
         subscribe(self._listeners)

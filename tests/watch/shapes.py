@@ -83,6 +83,7 @@ class Story:
                 "window_size": None,
                 "global_step": self.attempts.get(label, 0) + 1 if label else 0,
                 "sync_gradients": False,
+                "used_elsewhere": None,
                 "applied_steps": self.applied.get(label, 0),
                 "update_norm": None,
                 **cells,
@@ -121,7 +122,17 @@ class Story:
                 "step_skipped": not applied,
             }
             window[-1].update({**found, **cells})
+        self._hand_over(optimizer)
         return result
+
+    def _hand_over(self, optimizer: Any) -> None:
+        """Other optimizers of the same parameters begin a new window: this one has used their gradients."""
+        own = {id(p) for p in parameters(optimizer)}
+        for other in self._kept:
+            window = self.windows.get(self.labels[id(other)])
+            if window and other is not optimizer and {id(p) for p in parameters(other)} <= own:
+                window[-1]["used_elsewhere"] = True
+                self.windows[self.labels[id(other)]] = []
 
     def keep(self, *things: Any) -> None:
         """Keep the end state of models, optimizers and tensors."""

@@ -88,7 +88,6 @@ def test_a_parameter_that_joins_later_is_not_listed_any_more():
     assert "unoptimized" not in told[-1]
 
 
-@pytest.mark.usefixtures("no_optimizers_of_other_tests")
 def test_tensors_that_no_model_has_are_told_apart_by_their_gradients():
     def loop():
         model = net()

@@ -116,7 +116,6 @@ def test_rate_asked_for_outside_of_a_step_is_noted_where_it_differs():
     assert (noted["detail"]["returned"], noted["detail"]["held"]) == ([pytest.approx(1e-3)], [pytest.approx(1e-2)])
 
 
-@pytest.mark.usefixtures("no_optimizers_of_other_tests")
 def test_scheduler_of_an_idle_optimizer_is_told_once():
     model = net()
     with stepscope.watch() as w:
@@ -194,7 +193,6 @@ def test_scale_and_tracker_are_those_of_the_moment():
     assert (saved["scale"], saved["growth_tracker"]) == ([16.0], [1])
 
 
-@pytest.mark.usefixtures("no_optimizers_of_other_tests")
 def test_parameters_taken_over_name_the_optimizer_that_moved_them():
     model = net()
     with stepscope.watch() as w:

@@ -29,8 +29,8 @@ class StateListener(Listener):
 
     def after_add_group(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """Constructors add their groups through this too; only what comes later is news."""
-        watched = self.books.optimizers.get(id(args[0]))
-        if error is None and watched is not None and watched.optimizer is args[0]:
+        watched = self.books.known(args[0])
+        if error is None and watched is not None:
             self.books.sink(events.Called("", "param_group_added", watched, {"groups": len(watched.groups)}))
 
     def after_ddp_init(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
@@ -51,8 +51,8 @@ class StateListener(Listener):
 
     def after_optimizer_state_dict(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
         """An optimizer's state was asked for: most likely it goes into a checkpoint, whoever writes that."""
-        watched = self.books.optimizers.get(id(args[0]))
-        if error is None and watched is not None and watched.optimizer is args[0] and not self._saving:
+        watched = self.books.known(args[0])
+        if error is None and watched is not None and not self._saving:
             self.books.sink(events.Saved("state_dict", result, watched))
 
     def after_load_scheduler(self, args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:

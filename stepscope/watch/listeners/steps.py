@@ -48,6 +48,8 @@ class StepListener(Listener):
         training = torch.is_grad_enabled()
         if training:
             self.books.pending_calls.append("F")
+            if self.books.idle:
+                self.books.wake(module)
         self.books.sink(events.Forward(module, args, kwargs, output, training, milliseconds))
 
     def before_backward(self, args: Any, kwargs: Any) -> None:
@@ -113,6 +115,8 @@ class StepListener(Listener):
         if self.books.backward_depth and micro is not None and (last is None or last.micro is not micro):
             received = [i for i, p in enumerate(watched.params) if p.grad is not None]
             self.books.open_row(watched, micro, received)
+        if not closure:  # a closure runs backward passes of its own
+            watched.take_back_window()
         row = self.books.adopt(watched)
         if row is not None and not closure:
             self.books.leave(watched, row)
