@@ -6,6 +6,7 @@ classes are the handlers' names: a probe that defines ``on_backward_end`` is tol
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,11 @@ class ClipCall:
     norm_type: float
     total_norm: torch.Tensor | None = None
     parameters: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def measures(self) -> bool:
+        """Without a limit a clip only measures: it leaves finite gradients as they are."""
+        return self.kind == "norm" and self.max_norm == math.inf
 
 
 @dataclass(slots=True)

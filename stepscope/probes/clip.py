@@ -21,7 +21,8 @@ _MOST_EVENTS = 100
 class Clip(Probe):
     """Sees torch's own clips whatever name they were imported by; a hand-written one shows only in the norms.
 
-    What a row says of a clip is said of those before the step; one that came after it counts in `clip_late`.
+    What a row says of a clip is said of those before the step; one that came after it counts in `clip_late`. A clip with
+    an infinite limit is a measurement: its norm is noted, it does not count as a clip.
     """
 
     name = "clip"
@@ -40,7 +41,7 @@ class Clip(Probe):
         Column("clip_overlap", "bool", "", "two clips of this row were given the same tensor", _NONE),
         Column("clip_empty", "int64", "calls", "clip calls that were given no tensor at all while this optimizer's gradients waited"),
         Column("clip_elsewhere", "int64", "calls", "clip calls that were given other tensors, none of which awaited a step, while this optimizer's gradients waited"),
-        Column("scaled_norm_taken", "float64", "1", "norm that the script took (get_total_norm) of gradients which still carried the loss scale", "it took none of such"),
+        Column("scaled_norm_taken", "float64", "1", "norm that the script took (get_total_norm, or a clip with an infinite limit) of gradients which still carried the loss scale", "it took none of such"),
         Column("cleared_norm", "float64", "1", "L2 norm of the used gradients when they were cleared, where a script had written to them after the step", "nothing was written to them"),
     )  # fmt: skip
 
@@ -64,6 +65,9 @@ class Clip(Probe):
         row, call = event.row, event.call
         if row is None:
             return
+        if call.measures:
+            self._measured(row, call)
+            return
         if row.attempted:
             self._late(row, call)
             return
@@ -78,10 +82,25 @@ class Clip(Probe):
             cells["clip_value"] = call.max_norm
             return
         cells["clip_max_norm"] = call.max_norm
-        if call.total_norm is not None:
-            norm = call.total_norm
-            held = norm.detach().clone().reshape(()) if hasattr(norm, "detach") else float(norm)
-            cells.setdefault("_clip_norms", []).append((held, call.max_norm))
+        self._note_norm(row, call)
+
+    def _measured(self, row: Row, call: events.ClipCall) -> None:
+        """A clip without a limit, before the step or after it."""
+        if row.attempted:
+            return
+        row.cells.setdefault("clip_max_norm", call.max_norm)
+        held = self._note_norm(row, call)
+        if held is not None and _scaled(row):
+            row.cells["scaled_norm_taken"] = held
+
+    def _note_norm(self, row: Row, call: events.ClipCall) -> Any:
+        """Keep the norm that a clip found, on the device."""
+        if call.total_norm is None:
+            return None
+        norm = call.total_norm
+        held = norm.detach().clone().reshape(()) if hasattr(norm, "detach") else float(norm)
+        row.cells.setdefault("_clip_norms", []).append((held, call.max_norm))
+        return held
 
     def _late(self, row: Row, call: events.ClipCall) -> None:
         """A clip of gradients that a step has used: too late, or meant for other gradients that wait."""
@@ -156,7 +175,7 @@ class Clip(Probe):
                 cells[column] = float(cells[column])
         if not found:
             return
-        norm, limit = found[-1]
+        norm, limit = next((f for f in reversed(found) if f[1] != math.inf), found[-1])
         cells["clip_norm"] = norm
         ratio = limit / (norm + 1e-6) if not math.isnan(norm) else math.nan
         cells["clip_coef"] = math.nan if math.isnan(ratio) else min(1.0, ratio)

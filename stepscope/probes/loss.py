@@ -80,6 +80,7 @@ class Loss(Probe):
         cells["aux_loss"], self._aux = self._aux, None
         cells["loss_scale_before"] = found.scale
         cells["_scaled"] = found.scaled
+        cells["scale_left_out"] = found.left_out and not found.scaled
 
     def on_backward_end(self, event: events.BackwardEnd) -> None:
         """Collect what arrived."""
@@ -168,6 +169,7 @@ def _raw(term: Term) -> dict[str, Any]:
         "counted": term.counted,
         "least": term.least,
         "most": term.most,
+        "mean": _raw(term.mean) if term.mean is not None and term.mean.arrived is not None else None,
     }
 
 
@@ -181,6 +183,8 @@ def _weigh(term: dict[str, Any], scale: float) -> None:
     reduction = term["reduction"]
     if term["counted"] is not None:
         _weigh_elements(term, arrived, scale)
+        if term["mean"] is not None:
+            _weigh_as_mean(term, arrived, scale)
         return
     count, mass = _number(term["count"]), _number(term["mass"])
     if reduction == "sum" and term["uniform"] is None and count not in [float(d) for d in term["divisors"]]:
@@ -207,6 +211,16 @@ def _weigh_elements(term: dict[str, Any], arrived: float, scale: float) -> None:
     even = least is not None and most is not None and most - least <= 1e-3 * most and bool(term["uniform"])
     even = even and average is not None and math.isclose(abs(average), (most or 0.0) / scale, rel_tol=1e-2)
     term["target_weight"] = average if even else None
+
+
+def _weigh_as_mean(term: dict[str, Any], arrived: float, scale: float) -> None:
+    """A mean of sums enters with the weight of the mean, unless the weights of its elements add up to that anyhow."""
+    mean = term["mean"]
+    _weigh(mean, scale)
+    if not math.isclose(arrived, mean["weight"], rel_tol=_ROUNDING):
+        term.update(
+            weight=mean["weight"], alone=mean["alone"], divisors=mean["divisors"], reduction="mean", normalised=True
+        )
 
 
 def _number(value: Any) -> float | None:

@@ -23,6 +23,7 @@ class LossScale(Probe):
         Column("loss_scale_before", "float64", "1", "scale with which this micro-step's loss was multiplied", _NO_SCALER),
         Column("loss_scale_after", "float64", "1", "scale after the update that followed", "no update followed"),
         Column("scale_called", "bool", "", "scaler.scale was called since the backward before, whether or not this loss was seen to carry it"),
+        Column("scale_left_out", "bool", "", "scaler.scale was given this loss, and backward was not called on what it returned"),
         Column("unscale_divisor", "float64", "1", "scale by which the gradients were divided: by unscale_, or inside a fused step", "nothing was unscaled"),
         Column("unscale_calls", "int64", "calls", "unscale_ calls of the script between this backward and the step"),
         Column("scale_divisions", "int64", "divisions", "times the gradients were divided by the scale between this backward and the step, by whomever"),

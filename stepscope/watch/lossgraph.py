@@ -11,7 +11,7 @@ later, on the host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class Term:
         arrived: what arrived at the node: a device scalar, for several elements their sum.
         counted: for several elements, how many received something other than zero.
         least, most: the least and the largest magnitude among those.
+        mean: the mean that the script took of sums over parts of this loss (``loss.sum(1).mean()``); None without one.
     """
 
     kind: str
@@ -76,15 +77,20 @@ class Term:
     counted: Tensor | None = None
     least: Tensor | None = None
     most: Tensor | None = None
+    mean: Term | None = None
 
 
 @dataclass(slots=True)
 class LossTerms:
-    """What one backward pass starts from: its terms, the hooks on them, and the scale that was multiplied in."""
+    """What one backward pass starts from: its terms, the hooks on them, and the scale that was multiplied in.
+
+    `left_out` tells that a scaler was given a loss that leads to the root, and that what it returned does not.
+    """
 
     terms: list[Term] = field(default_factory=list)
     scale: Tensor | None = None
     scaled: bool = False
+    left_out: bool = False
     handles: list[Any] = field(default_factory=list)
     nodes: int = 0
 
@@ -99,7 +105,8 @@ class LossTerms:
 class _Branch:
     """A place that the walk has yet to look at, and what it passed on the way.
 
-    `fallback` is the outermost node that would do as the term of this branch, and its kind.
+    `fallback` is the outermost node that would do as the term of this branch, and its kind; `summed` tells that a sum
+    lies between it and the branch's node.
     """
 
     node: Any
@@ -108,10 +115,19 @@ class _Branch:
     fallback: tuple[Any, str] | None = None
     fallback_alone: bool = False
     fallback_divisors: tuple[Tensor, ...] = ()
+    summed: bool = False
 
     def child(self, node: Any, *, alone: bool) -> _Branch:
         """The same branch one node further down."""
-        return _Branch(node, alone, self.divisors, self.fallback, self.fallback_alone, self.fallback_divisors)
+        return replace(self, node=node, alone=alone)
+
+    def mean_of_sums(self) -> Term | None:
+        """The mean that was taken of sums over parts of this branch's node."""
+        if not self.summed or self.fallback is None or self.fallback[1] != "reduction":
+            return None
+        over = describe(self.fallback[0])
+        term = Term("reduction", over, self.fallback_alone, name_of(self.fallback[0]), self.fallback_divisors)
+        return term if over.reduction == "mean" else None
 
     def suggest(self, kind: str) -> None:
         """Let the node stand for the branch unless a better one is found below it."""
@@ -133,6 +149,7 @@ class LossGraph:
     def __init__(self) -> None:
         self._returned: dict[tuple[str, int], tuple[Tensor, int]] = {}
         self._scaled: dict[tuple[str, int], Tensor | None] = {}
+        self._given: dict[tuple[str, int], None] = {}
 
     def returned(self, loss: Tensor) -> None:
         """A module returned a scalar that requires a gradient."""
@@ -144,6 +161,8 @@ class LossGraph:
         for output in [outputs] if isinstance(outputs, Tensor) else list(outputs):
             if isinstance(output, Tensor) and output.grad_fn is not None:
                 _remember(self._scaled, _key(output.grad_fn), scale)
+                for node in children_of(output.grad_fn):
+                    _remember(self._given, _key(node), None)
 
     def find(self, roots: list[Tensor]) -> LossTerms:
         """The terms that lead to `roots`, with a hook on each node; call `LossTerms.release` after the backward."""
@@ -173,9 +192,15 @@ class LossGraph:
             found.nodes += 1
             if key in self._scaled:
                 found.scaled, found.scale = True, self._scaled[key]
+            found.left_out |= key in self._given and not found.scaled
             if is_loss(node) or is_composite(node):
                 kind = "targets" if is_loss(node) else "composite"
-                taken[key] = node, Term(kind, describe(node), branch.alone, name_of(node), branch.divisors)
+                term = Term(kind, describe(node), branch.alone, name_of(node), branch.divisors)
+                taken[key] = node, term
+                if term.over.reduction == "none":
+                    term.mean = branch.mean_of_sums()
+                if term.mean is not None and branch.fallback is not None:
+                    found.handles.append(branch.fallback[0].register_prehook(_Arrival(term.mean, 0)))
                 if branch.fallback is not None:
                     seen.add(_key(branch.fallback[0]))
                     taken.setdefault(_key(branch.fallback[0]), taken[key])
@@ -190,6 +215,7 @@ class LossGraph:
     def _further(self, branch: _Branch) -> list[_Branch]:
         """The branches below a node that is no loss; empty where the way ends."""
         node, name, below = branch.node, name_of(branch.node), children_of(branch.node)
+        branch.summed |= branch.fallback is not None and name.startswith("SumBackward")
         if is_reduction(node):
             branch.suggest("reduction")
         elif _key(node) in self._returned:

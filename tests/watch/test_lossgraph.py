@@ -70,11 +70,15 @@ class Case:
     weight: float | None
     count: float | None
     target: float | None
-    value: Any = None
 
 
 def _elementwise(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (out - y).abs().exp()
+
+
+def _bce_rows(d: Data) -> torch.Tensor:
+    """Shape ``(N,)``."""
+    return F.binary_cross_entropy_with_logits(d.out, d.binary, reduction="none").sum(1)
 
 
 _ALL, _VALID = N * C, 4
@@ -148,6 +152,11 @@ _CASES = [
         16,
         1 / 5 / _ALL,
     ),
+    # summed over each row, then the mean over the rows: what the script calls the loss is that mean; a target weighs 1/(5 N)
+    Case("bce rows", lambda d: _bce_rows(d).mean(), 1 / 5, _ALL, 1 / 5 / N),
+    Case("bce rows and a term", lambda d: (_bce_rows(d) + d.out.pow(2).sum(1)).mean(), 1 / 5, _ALL, 1 / 5 / N),
+    Case("bce rows halved inside", lambda d: (_bce_rows(d) / 2).mean(), 1 / 5, _ALL, 1 / 10 / N),
+    Case("bce rows by their length", lambda d: (_bce_rows(d) / C).mean(), 1 / 5, _ALL, 1 / 5 / _ALL),
     Case("soft margin", lambda d: F.soft_margin_loss(d.out, d.binary * 2 - 1), 1 / 5, _ALL, 1 / 5 / _ALL),
     Case("multi margin", lambda d: F.multi_margin_loss(d.out, d.labels), 1 / 5, N, 1 / 5 / N),
     Case("poisson", lambda d: F.poisson_nll_loss(d.out, d.y.abs()), 1 / 5, _ALL, 1 / 5 / _ALL),
@@ -252,11 +261,20 @@ def test_weight_count_and_weight_per_target(case: Case, rows: dict[str, dict[str
         assert row[column] == (None if value is None else pytest.approx(value, rel=1e-9)), column
 
 
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name) for c in _CASES if c.name.startswith(("bce rows", "ce mean"))]
+)
+def test_loss_is_what_the_script_calls_the_loss(case: Case, rows: dict[str, dict[str, Any]]) -> None:
+    """Undivided, whatever lies inside it: the rows are those of the same data."""
+    torch.manual_seed(0)
+    assert rows[case.name]["loss"] == pytest.approx(float(case.loss(Data()).detach()), rel=1e-9)
+
+
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in _CASES])
 def test_divisor_is_what_the_script_divided_by(case: Case, rows: dict[str, dict[str, Any]]) -> None:
     """Five, times the divisions that the loss itself is written with."""
     own = {"soft sum": 6, "smoothing none": 4, "kl batchmean": N, "own sum over elements": _ALL, "masked fill": 4, "where": 4,
-           "own masked mean": 4, "own masked mean of elements": 16, "masked cross entropy": 4, "hidden mask": 16}  # fmt: skip
+           "own masked mean": 4, "bce rows by their length": C, "own masked mean of elements": 16, "masked cross entropy": 4, "hidden mask": 16}  # fmt: skip
     if case.name != "importance weights":
         assert rows[case.name]["loss_divisor"] == pytest.approx(5 * own.get(case.name, 1))
 

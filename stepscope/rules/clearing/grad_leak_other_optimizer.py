@@ -53,7 +53,7 @@ def _judge(view: View, w: Windows) -> list[Finding]:
     if w.live.max() < 2:
         return []
     for other in siblings(view, w.rows):
-        if other.rows is w.rows or not len(other) or _same_rows(w, other):
+        if other.rows is w.rows or not len(other) or _same_use(w, other):
             continue
         leaked = _leaked(w, other)
         wrong = w.rows.per_window(leaked.astype(np.float64)) > 0
@@ -62,9 +62,9 @@ def _judge(view: View, w: Windows) -> list[Finding]:
     return []
 
 
-def _same_rows(w: Windows, other: Windows) -> bool:
-    """Both receive gradients from every backward: parts of one model."""
-    return np.array_equal(w.rows["micro_step"], other.rows["micro_step"])
+def _same_use(w: Windows, other: Windows) -> bool:
+    """The steps of both use every backward: parts of one model."""
+    return np.array_equal(w.rows["micro_step"][w.used_rows], other.rows["micro_step"][other.used_rows])
 
 
 def _leaked(w: Windows, other: Windows) -> Mask:

@@ -2,8 +2,9 @@
 
 What it does
 ------------
-Looks for clip calls that reached none of an optimizer's gradients, nor any other that waited for a step, while that
-optimizer's gradients waited, and that were the only clips of its step.
+Looks for clip calls that reached none of an optimizer's gradients while these waited for their step, that were the only
+clips of that step, and that were in vain: given nothing that waited for a step, or another network's gradients that were
+cleared before its next step.
 
 Why it matters
 --------------
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepscope.rules.accumulation.windows import merged
+from stepscope.rules.accumulation.windows import Windows, merged, siblings, windows_of
 from stepscope.rules.base import Rule
 from stepscope.rules.clipping.gradients import executed
 from stepscope.rules.view import Mask, Rows, View, finding
@@ -47,12 +48,14 @@ if TYPE_CHECKING:
 def judge(view: View) -> Iterator[Finding]:
     """Steps whose only clip went elsewhere."""
     limits = {int(e["micro_step"]): e["detail"].get("max_norm") for e in view.events("clip_matched_nothing")}
-    yield from merged([f for rows in view.stepping for f in (_judge(rows, limits),) if f is not None])
+    yield from merged([f for w in windows_of(view) if len(w) for f in (_judge(view, w, limits),) if f is not None])
 
 
-def _judge(rows: Rows, limits: dict[int, object]) -> Finding | None:
+def _judge(view: View, w: Windows, limits: dict[int, object]) -> Finding | None:
+    rows = w.rows
     ran = executed(rows)
-    wrong = ran & (rows["clip_elsewhere"] > 0) & (rows["clip_calls"] == 0.0) & (rows["grad_params"] > 0)
+    elsewhere = (rows["clip_elsewhere"] > 0) | _in_vain(view, w)
+    wrong = ran & elsewhere & (rows["clip_calls"] == 0.0) & (rows["grad_params"] > 0)
     if not wrong.any():
         return _partly(rows, ran)
     if np.count_nonzero(wrong) < 0.5 * np.count_nonzero(ran):
@@ -74,6 +77,13 @@ def _judge(rows: Rows, limits: dict[int, object]) -> Finding | None:
         expected=int(rows["grad_params"][at]),
         columns=["grad_norm_clipped", "clip_elsewhere"],
     )
+
+
+def _in_vain(view: View, w: Windows) -> Mask:
+    """Micro-steps at which another optimizer's gradients were clipped that none of its steps used. Shape ``(rows,)``."""
+    others = [o for o in siblings(view, w.rows) if o.rows is not w.rows]
+    unused = [o.rows["micro_step"][~o.used_rows & (o.rows["clip_calls"] > 0)] for o in others]
+    return np.isin(w.rows["micro_step"], np.concatenate(unused) if unused else [])
 
 
 def _partly(rows: Rows, ran: Mask) -> Finding | None:

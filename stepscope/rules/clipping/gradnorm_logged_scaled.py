@@ -51,7 +51,8 @@ def judge(view: View) -> Iterator[Finding]:
         scale = rows["loss_scale_before"]
         measured = still_scaled(rows) & (np.isinf(rows["clip_max_norm"]) | ~rows.true("clip_bound"))
         measured &= np.isfinite(rows["clip_norm"])
-        own = np.isfinite(rows["scaled_norm_taken"]) & (scale != 1.0) & ~rows.true("clip_bound")
+        clipped = rows.true("clip_scaled") & rows.true("clip_bound")
+        own = np.isfinite(rows["scaled_norm_taken"]) & (scale != 1.0) & ~clipped
         wrong = measured | own
         if not wrong.any():
             continue

@@ -106,7 +106,8 @@ def _outside(rows: Rows) -> Finding | None:
 def _reverse(rows: Rows) -> Finding | None:
     """A loss that carries no scale, by scaler or by hand, in gradients that a scaler divided."""
     divisor, weight = rows["unscale_divisor"], rows["loss_weight"]
-    bare = ~np.isfinite(rows["loss_scale_before"]) & ~rows.true("scale_called") & ~rows.true("closure")
+    unscaled = ~rows.true("scale_called") | rows.true("scale_left_out")
+    bare = ~np.isfinite(rows["loss_scale_before"]) & unscaled & ~rows.true("closure")
     of_window = np.concatenate([divisor[rows.ends], [np.nan]])[np.minimum(rows.window_of, len(rows.ends))]
     with np.errstate(invalid="ignore"):
         by_hand = np.abs(weight) * 1024 > of_window

@@ -101,6 +101,12 @@ FAULTS = {
         {},
     ),
     "inverted": ("accum-boundary-off-by-one", "error", accumulate(boundary=lambda i, n: (i + 1) % 4 != 0), {}),
+    "inverted, rows summed": (
+        "accum-boundary-off-by-one",
+        "error",
+        accumulate(boundary=lambda i, n: (i + 1) % 4 != 0, criterion=loops.elements_per_row),
+        {},
+    ),
     "all one too long": (
         "accum-boundary-off-by-one",
         "error",

@@ -49,11 +49,14 @@ FAULTS = {
         ("copied model", loops.rebuilt),
         ("a part", lambda: loops.plain(loops.first_layer)),
         ("the other network", lambda: loops.two_networks("aa")),
+        ("the network on the way", lambda: loops.through_the_other("other")),
     ],
     "gradnorm-logged-scaled": [
         ("infinite limit", lambda: loops.scaled(loops.measure)),
         ("limit never reached", lambda: loops.scaled(loops.never_bound)),
         ("taken on its own", lambda: loops.scaled(loops.taken)),
+        ("before a right clip", lambda: loops.scaled(loops.norm, unscale="scaler", first=loops.measure)),
+        ("taken before a right clip", lambda: loops.scaled(loops.norm, unscale="scaler", first=loops.taken)),
     ],
 }
 
@@ -65,6 +68,8 @@ RIGHT = {
     "measured after the step": lambda: loops.plain(loops.measure, late=True),
     "clip in a closure": loops.in_closure,
     "two networks": lambda: loops.two_networks("ab"),
+    "through another network": lambda: loops.through_the_other("own"),
+    "measured, then clipped": lambda: loops.plain(loops.measured_and_clipped),
     "one clip for two optimizers": loops.shared_clip,
     "an optimizer for each tensor": loops.per_tensor,
     "an idle network": loops.some_idle,

@@ -140,6 +140,32 @@ def distillation(detached: bool, steps: int = 8) -> Loop:
     return loop
 
 
+def adversarial_features(cleared: bool, steps: int = 8) -> Loop:
+    """A discriminator and features that are to fool it: every backward reaches both, and both optimizers step on their own.
+
+    Unless the features are `cleared` before their turn, they also learn from the discriminator's loss.
+    """
+
+    def loop() -> None:
+        torch.manual_seed(0)
+        features, critic = nn.Sequential(nn.Linear(5, 6), nn.Tanh()), nn.Linear(6, 1)
+        of, oc = torch.optim.Adam(features.parameters(), lr=1e-3), torch.optim.SGD(critic.parameters(), lr=0.1)
+        domain = (torch.arange(8) % 2).float()
+        for _ in range(steps):
+            of.zero_grad()
+            oc.zero_grad()
+            F.binary_cross_entropy_with_logits(critic(features(torch.randn(8, 5))).squeeze(1), domain).backward()
+            oc.step()
+            if cleared:
+                of.zero_grad()
+            h = features(torch.randn(8, 5))
+            fooled = F.binary_cross_entropy_with_logits(critic(h).squeeze(1), domain)
+            (F.mse_loss(h, torch.zeros_like(h)) - 0.3 * fooled).backward()
+            of.step()
+
+    return loop
+
+
 def shared_backward(slow: int = 1, windows: int = 12) -> Loop:
     """One backward for two optimizers; the second steps every `slow`-th time only."""
 

@@ -66,6 +66,13 @@ def measure(model: nn.Module) -> None:
     clip_grad_norm_(model.parameters(), math.inf)
 
 
+def measured_and_clipped(model: nn.Module) -> None:
+    """Right: a norm for the log, then the clip, then a norm again."""
+    measure(model)
+    norm(model)
+    measure(model)
+
+
 def own(model: nn.Module) -> None:
     limit_by_hand(list(model.parameters()))
 
@@ -115,6 +122,21 @@ def two_networks(order: str) -> None:
             F.cross_entropy(nets[i](x), y).backward()
             clip_grad_norm_(nets["ab".index(order[i])].parameters(), LIMIT)
             opts[i].step()
+
+
+def through_the_other(clipped: str) -> None:
+    """The second network is trained through the first; its turn clips itself (``own``) or the first one (``other``)."""
+    first, second = net(0), nn.Linear(6, 6)
+    opts = [sgd(first), sgd(second)]
+    for x, y in batches(8):
+        opts[0].zero_grad()
+        F.cross_entropy(first(x), y).backward()
+        clip_grad_norm_(first.parameters(), LIMIT)
+        opts[0].step()
+        opts[1].zero_grad()
+        F.cross_entropy(first(second(x)), y).backward()
+        clip_grad_norm_((second if clipped == "own" else first).parameters(), LIMIT)
+        opts[1].step()
 
 
 def shared_clip() -> None:
@@ -290,9 +312,19 @@ def rebuilt() -> None:
 
 
 def scaled(
-    clip, *, unscale: str = "no", scale: float = 2.0**10, optimizer=sgd, steps: int = 8, interval: int = 3
+    clip,
+    *,
+    unscale: str = "no",
+    scale: float = 2.0**10,
+    optimizer=sgd,
+    steps: int = 8,
+    interval: int = 3,
+    first=lambda model: None,
 ) -> None:
-    """A float16 loop with a scaler; `unscale` is ``no``, ``scaler`` or ``hand`` (divided by the script, stepped by it)."""
+    """A float16 loop with a scaler; `unscale` is ``no``, ``scaler`` or ``hand`` (divided by the script, stepped by it).
+
+    `first` is called on the scaled gradients.
+    """
     model = net()
     opt = optimizer(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
@@ -301,6 +333,7 @@ def scaled(
         with torch.autocast("cpu", dtype=torch.float16):
             out = model(x)
         scaler.scale(F.cross_entropy(out.float(), y)).backward()
+        first(model)
         if unscale == "scaler":
             scaler.unscale_(opt)
         if unscale == "hand":

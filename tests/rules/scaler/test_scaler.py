@@ -41,7 +41,8 @@ FAULTS = {
         ("own scale", lambda: loops.own_scale(late=True)),
     ],
     "scaler-bypassed": [
-        (kind, lambda kind=kind: loops.bypassed(kind)) for kind in ("scaled", "fused", "reverse", "some", "infinite")
+        (kind, lambda kind=kind: loops.bypassed(kind))
+        for kind in ("scaled", "fused", "reverse", "left out", "some", "infinite")
     ],
     "scaler-no-inf-checks": [
         ("update alone", loops.nothing_stepped),
