@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope.patterns import names_match
 from stepscope.probes.base import Context, Probe
+from stepscope.watch.remembered import Remembered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,8 +62,8 @@ class Census(Probe):
         super().__init__(context)
         self._models: list[weakref.ref[Any]] = []
         self._optimizers: list[WatchedOptimizer] = []
-        self._ever: set[int] = set()
-        self._fed: set[int] = set()
+        self._ever = Remembered()
+        self._fed = Remembered()
         self._cut_off: dict[int, weakref.ref[Any]] = {}
         self._ties: list[tuple[weakref.ref[Any], list[list[str]]]] = []
         self._leaves: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -77,6 +78,7 @@ class Census(Probe):
     def on_watched(self, watched: WatchedOptimizer) -> None:
         """Told by the recorder when an optimizer is seen for the first time."""
         self._optimizers.append(watched)
+        self._ever.add(watched.params)
 
     def on_forward(self, event: events.Forward) -> None:
         """A model that is called in training."""
@@ -110,7 +112,7 @@ class Census(Probe):
         for row in event.rows:
             if row.optimizer is not None:
                 params = row.optimizer.params
-                self._fed.update(id(params[i]) for i in row.received if i < len(params))
+                self._fed.add(params[i] for i in row.received if i < len(params))
         number = event.micro.number
         if number <= 10 or number % 25 == 0:
             self._latest = self._look()
@@ -121,7 +123,7 @@ class Census(Probe):
     def on_step_begin(self, event: events.StepBegin) -> None:
         """Gradients that a script assigned itself are seen here."""
         if self._attempts < 10 or self._attempts % 25 == 0:
-            self._fed.update(id(p) for p in event.optimizer.params if p.grad is not None)
+            self._fed.add(p for p in event.optimizer.params if p.grad is not None)
 
     def on_attempt(self, event: events.Attempt) -> None:
         """Count the chances that parameters had to move."""
@@ -142,18 +144,18 @@ class Census(Probe):
         models = [m for ref in self._models if (m := ref()) is not None]
         held = {id(h.parameter): h for number, m in enumerate(models) for h in _parameters(m, number)}
         alive = [w for w in self._optimizers if w.attempts and w.optimizer is not None]
-        owned = {id(p) for w in self._optimizers if w.optimizer is not None for p in w.params}
-        self._ever |= owned
-        self._fed |= {key for key, h in held.items() if h.parameter.grad is not None}
+        owned = {id(p): p for w in self._optimizers if w.optimizer is not None for p in w.params}
+        self._ever.add(owned.values())
+        self._fed.add(h.parameter for h in held.values() if h.parameter.grad is not None)
         self._find_suspects(held)
         self._follow_frozen(held)
         for followed in (*self._suspects.values(), *self._frozen.values()):
             self._compare(followed)
         summary: dict[str, list[Any]] = {
-            "unoptimized": [self._say(f) for k, f in self._suspects.items() if k not in self._ever],
+            "unoptimized": [self._say(f) for f in self._suspects.values() if f.ref() not in self._ever],
             "declared_frozen": [self._say(f) for f in self._frozen.values()],
-            "stale": [_entry(w, p) for w in alive for p in w.params if id(p) not in held and id(p) not in self._fed],
-            "fed_by_hand": [_shape(p) for w in alive for p in w.params if id(p) not in held and id(p) in self._fed],
+            "stale": [_entry(w, p) for w in alive for p in w.params if id(p) not in held and p not in self._fed],
+            "fed_by_hand": [_shape(p) for w in alive for p in w.params if id(p) not in held and p in self._fed],
             "cut_off": self._without_graph(held),
             "repeated": [r for w in alive for r in self._repeated(w)],
             "one_storage": self._one_storage(alive),
@@ -166,15 +168,15 @@ class Census(Probe):
 
     def _find_suspects(self, held: dict[int, _Held]) -> None:
         """Parameters that have a gradient and are in no optimizer."""
-        covered = {h.model for key, h in held.items() if key in self._ever}
-        for key, h in held.items():
+        covered = {h.model for h in held.values() if h.parameter in self._ever}
+        for h in held.values():
             p = h.parameter
-            if p.requires_grad and p.grad is not None and key not in self._ever:
+            if p.requires_grad and p.grad is not None and p not in self._ever:
                 facts = {"param": self._name(p, h.name), "where": "model", "training": h.training}
                 self._suspect(p, {**facts, "alone": h.model not in covered})
         for key, (ref, times) in self._leaves.items():
             leaf = ref()
-            if leaf is None or key in held or key in self._ever or leaf.grad is None:
+            if leaf is None or key in held or leaf in self._ever or leaf.grad is None:
                 continue
             if _is_parameter(leaf):
                 self._suspect(leaf, {"param": self._name(leaf, None) or _home(leaf), "where": "graph"})
@@ -233,7 +235,7 @@ class Census(Probe):
     def _without_graph(self, held: dict[int, _Held]) -> list[str]:
         """Parameters of cut-off modules that require a gradient and have never got one."""
         found = [(key, p) for key, ref in self._cut_off.items() if (p := ref()) is not None]
-        never = [(k, p) for k, p in found if p.requires_grad and p.grad is None and k not in self._fed]
+        never = [(k, p) for k, p in found if p.requires_grad and p.grad is None and p not in self._fed]
         return [self._name(p, held[k].name if k in held else _shape(p)) for k, p in never]
 
     def _repeated(self, watched: WatchedOptimizer) -> list[dict[str, Any]]:
@@ -257,7 +259,7 @@ class Census(Probe):
                     places.setdefault(place, {})[id(p)] = name
         return [list(names.values()) for names in places.values() if len(names) > 1]
 
-    def _untied(self, held: dict[int, _Held], owned: set[int]) -> list[list[str]]:
+    def _untied(self, held: dict[int, _Held], owned: dict[int, Any]) -> list[list[str]]:
         """Names that were tied before a load, stand for different parameters now, and are both trained."""
         out = []
         for ref, ties in self._ties:
@@ -265,7 +267,7 @@ class Census(Probe):
             now = dict(module.named_parameters(remove_duplicate=False)) if module is not None else {}
             for names in ties:
                 params = {id(now[n]): n for n in names if n in now}
-                trained = [n for key, n in params.items() if key in self._fed or (key in owned and key in held)]
+                trained = [n for k, n in params.items() if now[n] in self._fed or (k in owned and k in held)]
                 if len(trained) > 1:
                     out.append(trained)
         return out

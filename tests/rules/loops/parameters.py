@@ -165,6 +165,17 @@ def one_optimizer_for_each_tensor():
             optimizer.zero_grad()
 
 
+def learners_that_outlive_their_optimizers():
+    """Reptile: copies are trained by an optimizer of their own, which is gone before they are; the first moves to each."""
+    model, learners = mlp(), []
+    for _ in range(20):
+        learners.append(copy.deepcopy(model))
+        train(learners[-1], torch.optim.SGD(learners[-1].parameters(), lr=0.05), steps=3)
+        with torch.no_grad():
+            for p, adapted in zip(model.parameters(), learners[-1].parameters(), strict=True):
+                p.add_(adapted - p, alpha=0.5)
+
+
 def inputs_that_require_gradients():
     """An input that is kept and asked for its gradient is no parameter."""
     model = mlp()
@@ -645,6 +656,7 @@ RIGHT = (
     weights_moved_by_hand,
     master_copies,
     one_optimizer_for_each_tensor,
+    learners_that_outlive_their_optimizers,
     inputs_that_require_gradients,
     unfreezing_layer_by_layer,
     heads_used_now_and_then,
