@@ -36,6 +36,8 @@ class Loss(Probe):
         Column("loss_reduction", "string", "", "mean, sum or none: how the loss was reduced over its targets", "unknown"),
         Column("loss_kind", "string", "", "how the loss was found: targets (a loss node), composite, returned (by a module), reduction (a mean or sum in the script), custom (a function of the script's own), root (the value itself)", "not found"),
         Column("loss_terms", "int64", "terms", "losses found in the graph of this backward"),
+        Column("loss_terms_alike", "int64", "terms", "those of loss_terms that stand for the loss together, all of one weight, which is loss_weight", "no loss was found in the graph"),
+        Column("loss_terms_empty", "int64", "terms", "those of loss_terms in which no target counted, or that were divided by a count of zero"),
         Column("loss_term_weights", "string", "1", "weight of each term found, loss scale excluded, JSON", "fewer than two terms"),
     )  # fmt: skip
 
@@ -101,6 +103,7 @@ class Loss(Probe):
         terms = [t for t in cells.get("_terms") or [] if t["arrived"] is not None]
         for term in terms:
             _weigh(term, scale)
+        cells["loss_terms_empty"] = sum(_is_empty(term) for term in terms)
         self._describe(cells, terms, root, scale)
         self._sum(row, cells)
 
@@ -116,7 +119,7 @@ class Loss(Probe):
             if root is not None:
                 cells["loss"], cells["loss_kind"] = float(root) / scale, "root"
             return
-        cells["loss_weight"] = main["weight"]
+        cells["loss_weight"], cells["loss_terms_alike"] = main["weight"], main.get("alike", 1)
         cells["loss_kind"], cells["loss_reduction"] = main["kind"], main["reduction"] or None
         cells["num_items"], cells["target_weight"] = main["count"], main["target_weight"]
         for column in ("num_items", "target_weight"):
@@ -223,6 +226,10 @@ def _weigh_as_mean(term: dict[str, Any], arrived: float, scale: float) -> None:
         )
 
 
+def _is_empty(term: dict[str, Any]) -> bool:
+    return _number(term["count"]) == 0.0 or any(float(divisor) == 0.0 for divisor in term["divisors"])
+
+
 def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
@@ -234,7 +241,8 @@ def _main(terms: list[dict[str, Any]]) -> dict[str, Any] | None:
         if len(chosen) == 1:
             return chosen[0]
         if chosen and all(math.isclose(t["weight"], chosen[0]["weight"], rel_tol=1e-5) for t in chosen):
-            return {**chosen[0], "alone": False, "count": None, "target_weight": None, "value": None}
+            one = {**chosen[0], "alone": False, "count": None, "target_weight": None, "value": None}
+            return one | {"alike": len(chosen)}
         if chosen:
             return None
     return None

@@ -132,7 +132,7 @@ class Windows:
             whole = rows["target_weight"] * rows["num_items"]
             normalised = not (whole[plain] > 1.0 + 1e-6).any() and np.isfinite(whole[plain]).any()
             weight[plain] = whole[plain] if normalised else np.nan
-        return weight
+        return of_all_terms(rows, weight)
 
     @cached_property
     def total(self) -> Array:
@@ -224,6 +224,25 @@ def windows_of(view: View) -> list[Windows]:
         if id(rows) not in known:
             known[id(rows)] = Windows(view, rows)
     return [known[id(rows)] for rows in view.optimizers]
+
+
+def of_all_terms(rows: Rows, weight: Array) -> Array:
+    """Weights of the losses, where several terms of one weight may be one loss: ``(a + b) / 2``. Shape ``(rows,)``.
+
+    Both readings are tried: the one whose weights come to one over the windows holds, else the one that they miss by the
+    windows' size, else that of single terms.
+    """
+    alike = rows["loss_terms_alike"]
+    several = np.isfinite(weight) & (alike > 1)
+    if not several.any() or not len(rows.ends):
+        return weight
+    size = rows.per_window(np.ones(len(rows)))
+    readings = (weight, np.where(several, weight * alike, weight))
+    for factor in (1.0, size, 1.0 / size):
+        for reading in readings:
+            if close(rows.per_window(reading), factor).mean() >= 0.5:
+                return reading
+    return weight
 
 
 def siblings(view: View, rows: Rows) -> list[Windows]:

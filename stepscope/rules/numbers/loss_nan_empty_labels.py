@@ -56,7 +56,9 @@ def _judge(w: Windows) -> list[Finding]:
     bad = (w.rows.windows("grad_nonfinite") > 0) & ~(w.rows.windows("step_skipped") == 1.0)
     applied = hit & bad & _weights_were_finite(w)
     at = int(np.flatnonzero(empty)[0])
-    where = f"micro-step {int(w.rows['micro_step'][at])} has no valid target and a loss that is not finite"
+    several = w.rows["loss_terms"][at] > 1
+    what = "a loss term without any valid target, which" if several else "no valid target and a loss that"
+    where = f"micro-step {int(w.rows['micro_step'][at])} has {what} is not finite"
     if applied.any():
         text = (
             f"{where}: its gradients are not finite and the step was executed, so that every weight it touched is lost; "
@@ -76,7 +78,7 @@ def _empty(w: Windows) -> Mask:
     rows = w.rows
     loss = np.where(rows.seen("loss_scaled"), rows["loss_scaled"], rows["loss"])
     seen = rows.seen("loss") | rows.seen("loss_scaled")
-    nothing = (rows["num_items"] == 0.0) | (rows["loss_divisor"] == 0.0)
+    nothing = (rows["num_items"] == 0.0) | (rows["loss_divisor"] == 0.0) | (rows["loss_terms_empty"] > 0)
     return np.asarray(seen & ~np.isfinite(loss) & nothing)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stepscope.rules.accumulation.windows import of_all_terms
 from stepscope.rules.ranks.aligned import uses_ddp
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def _weights(rows: Rows) -> Array:
     per_target = rows["target_weight"] * rows["num_items"]
     known = rows.seen("target_weight") & rows.seen("num_items")
     mean = np.array([r == "mean" for r in rows["loss_reduction"]])
-    return np.where(known, per_target, np.where(mean, rows["loss_weight"], np.nan))
+    return np.where(known, per_target, np.where(mean, of_all_terms(rows, rows["loss_weight"]), np.nan))
 
 
 def _before_clip(steps: Aligned) -> Array:

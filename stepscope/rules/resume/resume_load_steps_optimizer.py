@@ -28,9 +28,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from stepscope.rules.base import Rule, Skip
 from stepscope.rules.resume.continuation import continuations
-from stepscope.rules.view import View, finding
+from stepscope.rules.view import Array, Rows, View, finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,15 +47,19 @@ def judge(view: View) -> Iterator[Finding]:
     loaded = [e["seq"] for e in order if e["event"] == "module_loaded"]
     for rows in view.stepping:
         steps = [e for e in order if e["event"] != "module_loaded" and e["optimizer"] == rows.optimizer]
-        moved = [e for e in steps if float(e["detail"]["update_norm"]) > 0 and _late(e, loaded, view)]
-        if not moved or (rows.rank, rows.optimizer) in intact:
+        late = [float(e["detail"]["update_norm"]) for e in steps if _late(e, loaded, view)]
+        if (rows.rank, rows.optimizer) in intact:
+            late = []
+        empty = _on_nothing(rows) if loaded or view.after is not None else np.zeros(0)
+        moved = [norm for norm in (*late, *empty) if norm > 0]
+        if not moved:
             continue
-        change = sum(float(e["detail"]["update_norm"]) for e in moved)
+        change = sum(moved)
         yield finding(
             RULE.code,
             RULE.name,
             "error",
-            f"{len(moved)} optimizer step{'s' * (len(moved) > 1)} without a backward changed the loaded weights by {change:.3g} (L2) "
+            f"{len(moved)} optimizer step{'s' * (len(moved) > 1)} without a gradient changed the loaded weights by {change:.3g} (L2) "
             "before the first batch: create the optimizer's state before loading, or at rate 0",
             rows,
             rows.ends[:1],
@@ -61,6 +67,13 @@ def judge(view: View) -> Iterator[Finding]:
             expected=0.0,
             columns=["param_norm", "update_norm"],
         )
+
+
+def _on_nothing(rows: Rows) -> Array:
+    """Change of the parameters in each of the steps that come before the first gradient other than zero."""
+    nothing = rows.windows("grad_norm") == 0.0
+    leading = np.logical_and.accumulate(nothing)
+    return np.nan_to_num(rows.windows("update_norm")[leading])
 
 
 def _late(step: dict[str, Any], loaded: list[int], view: View) -> bool:
@@ -83,5 +96,5 @@ RULE = Rule(
     "resume-load-steps-optimizer",
     "error",
     judge,
-    explains=("resume-optim-state-lost", "resume-optim-state-mismatch"),
+    explains=("resume-optim-state-lost", "resume-optim-state-mismatch", "resume-sched-not-restored"),
 )

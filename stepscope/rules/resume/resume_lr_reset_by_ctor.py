@@ -74,7 +74,11 @@ def judge(view: View) -> Iterator[Finding]:
 
 
 def _written(events: list[dict[str, Any]]) -> tuple[list[float], list[float], str] | None:
-    """The rates of the last load, and those that constructors after it left; None where nothing came after."""
+    """The rates of the last load, and those that constructors after it left; None where nothing came after.
+
+    A constructor that was told a position (``last_epoch``) means to go on from there: if it is a wrong one, the schedule
+    was not restored.
+    """
     restored: list[float] | None = None
     given: list[float] | None = None
     scheduler = ""
@@ -82,7 +86,8 @@ def _written(events: list[dict[str, Any]]) -> tuple[list[float], list[float], st
         if event["event"] == "optimizer_loaded":
             restored, given = (event["lr"], None) if brings_state(event) else (restored, given)
         elif restored is not None and event["lr"] != event["lr_before"]:
-            given, scheduler = event["lr"], event["class"]
+            told = (event["settings"].get("last_epoch") or 0) > 0
+            given, scheduler = None if told else event["lr"], event["class"]
     return (restored, given, scheduler) if restored is not None and given is not None else None
 
 

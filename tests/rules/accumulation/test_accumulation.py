@@ -42,6 +42,24 @@ FAULTS = {
         {"accumulation_steps": 3},
     ),
     "undivided, nothing declared": ("accum-missing-divide", "notice", accumulate(weight=constant(1.0)), {}),
+    "undivided, mean of two terms": (
+        "accum-missing-divide",
+        "error",
+        accumulate(weight=constant(1.0), criterion=loops.mean_of_two),
+        K4,
+    ),
+    "undivided, sum of two terms": (
+        "accum-missing-divide",
+        "error",
+        accumulate(weight=constant(1.0), criterion=loops.sum_of_two),
+        K4,
+    ),
+    "divided twice, mean of two terms": (
+        "accum-double-divide",
+        "error",
+        accumulate(weight=constant(1 / 16), criterion=loops.mean_of_two),
+        K4,
+    ),
     "divided twice": ("accum-double-divide", "error", accumulate(weight=constant(1 / 16)), K4),
     "divided twice, scaler": ("accum-double-divide", "error", accumulate(weight=constant(1 / 16), scaler=True), K4),
     "divided twice, three": (
@@ -251,6 +269,17 @@ RIGHT = {
     ),
     "divided late, foreach": (accumulate(weight=constant(1.0), before_step=divided_by(4, "foreach"), clip=0.1), K4),
     "own mean": (accumulate(criterion=loops.squares, optimizer=torch.optim.Adam), K4),
+    "mean of two terms": (accumulate(criterion=loops.mean_of_two), K4),
+    "mean of two terms, not declared": (accumulate(criterion=loops.mean_of_two), {}),
+    "mean of two terms, each its own window": (
+        accumulate(weight=constant(1.0), boundary=each_nth(1), criterion=loops.mean_of_two),
+        {"accumulation_steps": 1},
+    ),
+    "sum of two terms": (accumulate(criterion=loops.sum_of_two), K4),
+    "sum of two terms, by the window": (
+        accumulate(weight=by_window(4), batches=classes(10), loader=True, criterion=loops.sum_of_two),
+        K4,
+    ),
     "cleared at the start of each window": (accumulate(clear="both"), K4),
     "windows over the end of an epoch": (accumulate(batches=classes(6), counter=True, loader=True, epochs=4), K4),
     "sums over the window's targets": (loops.token_loop("window"), K4 | TARGETS),

@@ -48,6 +48,7 @@ FAULTS = {
     "nothing to divide by": ("loss-nan-empty-labels", "error", empty_labels("masked"), {}),
     "nothing to divide by, clip": ("loss-nan-empty-labels", "error", empty_labels("masked", clip=True), {}),
     "nothing to divide by, window": ("loss-nan-empty-labels", "error", empty_labels("masked", k=3), {}),
+    "nothing to divide by, second term": ("loss-nan-empty-labels", "error", empty_labels("second"), {}),
     "all ignored": ("loss-nan-empty-labels", "notice", empty_labels("torch"), {}),
     "nothing selected": ("loss-nan-empty-labels", "notice", empty_labels("selected"), {}),
 }

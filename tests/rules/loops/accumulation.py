@@ -58,6 +58,16 @@ def squares(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (output - F.one_hot(y, 3)).square().mean()
 
 
+def mean_of_two(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """One loss of two terms, as a symmetric contrastive loss has them."""
+    return 0.5 * (F.cross_entropy(output, y) + F.cross_entropy(-output, y))
+
+
+def sum_of_two(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """One loss that adds two terms."""
+    return F.cross_entropy(output, y) + F.cross_entropy(-output, y)
+
+
 def elements_per_row(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Summed over the elements of a row, then the mean over the rows: the likelihood of an autoencoder."""
     target = F.one_hot(y, 3).float()

@@ -274,7 +274,7 @@ def empty_labels(how: str, *, k: int = 1, scaler: bool = False, clip: bool = Fal
     """A padded task in which one batch has no label at all.
 
     `how`: ``masked`` (0/0 by hand), ``clamped`` (the same, clamped: right), ``torch`` (cross_entropy over ignored labels),
-    ``selected`` (the mean of an empty selection).
+    ``selected`` (the mean of an empty selection), ``second`` (0/0 in the second of two terms).
     """
 
     def loss_of(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -282,6 +282,8 @@ def empty_labels(how: str, *, k: int = 1, scaler: bool = False, clip: bool = Fal
             return cross_entropy(output, y)
         if how == "masked":
             return masked_mean(output, y)
+        if how == "second":
+            return torch.stack([F.mse_loss(output, torch.zeros_like(output)), masked_mean(output, y)]).sum()
         each = F.cross_entropy(output.flatten(0, -2), y.clamp(min=0).flatten(), reduction="none")
         mask = (y != IGNORE).flatten()
         return each[mask].mean() if how == "selected" else (each * mask).sum() / mask.sum().clamp(min=1)

@@ -35,9 +35,11 @@ class Sitting:
         writer: ``torch.save``, ``pickle`` (of state dicts), or ``apart`` (a file for each part).
         saves_at: steps after which the checkpoint is written; the last step if empty.
         weights: dtype of the weights in the checkpoint.
-        dummy: an optimizer step with zero gradients while loading: ``before`` or ``after`` the weights.
+        dummy: an optimizer step with zero gradients while loading: ``before`` or ``after`` the weights, or ``after on
+            nothing``: with the zeros that a backward of nothing left.
         order: names of the heads, in the order in which the model is built.
         position: whether the position in the data is restored.
+        told: ``last_epoch`` that the constructor of a linear schedule is given in the second sitting.
     """
 
     disk: dict[str, Any] = field(default_factory=dict)
@@ -57,6 +59,7 @@ class Sitting:
     dropout: float = 0.0
     set_lr: float | None = None
     rebuild: bool = False
+    told: int = -1
     start: int = 0
     stop: int = STOP
 
@@ -123,7 +126,7 @@ class Sitting:
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         make = {
-            "linear": lambda: schedulers.LambdaLR(optimizer, linear(TOTAL, 4)),
+            "linear": lambda: schedulers.LambdaLR(optimizer, linear(TOTAL, 4), self.told if self.start else -1),
             "cosine": lambda: schedulers.CosineAnnealingLR(optimizer, TOTAL),
             "step": lambda: schedulers.StepLR(optimizer, 5, 0.5),
             "exponential": lambda: schedulers.ExponentialLR(optimizer, 0.9),
@@ -178,6 +181,10 @@ class Sitting:
                 parts["rng"] = content["rng"]
             elif parts.get(name) is not None and name in content:
                 parts[name].load_state_dict(content[name])
+            if name == "model" and self.dummy == "after on nothing":
+                (0.0 * parts["model"](torch.ones(1, 4))).sum().backward()
+                parts["optimizer"].step()
+                parts["optimizer"].zero_grad()
             if name == "model" and self.dummy == "after":
                 self.step_without_gradient(parts["optimizer"])
         return content["step"], parts["scheduler"]
