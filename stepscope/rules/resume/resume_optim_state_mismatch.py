@@ -77,4 +77,6 @@ def _moved(run: Continuation) -> dict[str, str]:
     return moved
 
 
-RULE = Rule("RES602", "resume-optim-state-mismatch", "error", judge, channel="resume")
+RULE = Rule(
+    "RES602", "resume-optim-state-mismatch", "error", judge, channel="resume", explains=("resume-optim-state-lost",)
+)

@@ -49,19 +49,22 @@ if TYPE_CHECKING:
 def judge(view: View) -> Iterator[Finding]:
     """Schedules that run K times too fast, or too slow, for their unit."""
     for rows in view.stepping:
-        k = view.usual_k(rows) or 1
-        if k < 2 or len(rows.ends) < 2 or not span(rows["lr"]):
-            continue
-        found = pace(rows)
-        if found.each_micro_step:
-            yield from _too_fast(view, rows, found, k)
-        elif not found.total:
-            yield from _by_hand(rows, k)
-        elif found.each_window and found.per_window == 1:
-            yield from _too_slow(view, rows, k)
+        yield from too_fast(view, rows)
+        yield from _slow(view, rows)
 
 
-def _too_fast(view: View, rows: Rows, found: Pace, k: int) -> Iterator[Finding]:
+def too_fast(view: View, rows: Rows) -> list[Finding]:
+    """The schedule of an optimizer moves at every micro-step and is K times shorter than that."""
+    k = view.usual_k(rows) or 1
+    if k < 2 or len(rows.ends) < 2 or not span(rows["lr"]):
+        return []
+    found = pace(rows)
+    if found.each_micro_step:
+        return list(_scheduled(view, rows, found, k))
+    return list(_by_hand(rows, k)) if not found.total else []
+
+
+def _scheduled(view: View, rows: Rows, found: Pace, k: int) -> Iterator[Finding]:
     micro, windows = int(rows.ends[-1]) + 1, len(rows.ends)
     planned, lr = length(view, rows), rows["lr"][: int(rows.ends[-1]) + 1]
     if planned is not None:
@@ -117,14 +120,22 @@ def _by_hand(rows: Rows, k: int) -> Iterator[Finding]:
     )
 
 
-def _too_slow(view: View, rows: Rows, k: int) -> Iterator[Finding]:
-    planned = length(view, rows)
-    micro, windows = int(rows.ends[-1]) + 1, len(rows.ends)
-    if planned is None or windows < 4 or resumes(view, rows) or abs(planned - micro) > max(1, 0.02 * micro):
+def too_slow(view: View, rows: Rows) -> bool:
+    """The schedule of an optimizer moves once per window and is as long as there are micro-batches."""
+    k, found = view.usual_k(rows) or 1, pace(rows)
+    if k < 2 or not span(rows["lr"]) or not (found.total and found.each_window and found.per_window == 1):
+        return False
+    planned, micro = length(view, rows), int(rows.ends[-1]) + 1
+    if planned is None or len(rows.ends) < 4 or resumes(view, rows) or abs(planned - micro) > max(1, 0.02 * micro):
+        return False
+    return k > 2 or not saves_state(view, rows)  # with two it may have been stopped half-way, to be continued
+
+
+def _slow(view: View, rows: Rows) -> Iterator[Finding]:
+    if not too_slow(view, rows):
         return
-    if k == 2 and saves_state(view, rows):
-        return  # it may as well have been stopped half-way, to be continued
-    lr = rates(rows)
+    k, planned, lr = view.usual_k(rows), length(view, rows), rates(rows)
+    micro, windows = int(rows.ends[-1]) + 1, len(rows.ends)
     yield finding(
         RULE.code,
         RULE.name,
@@ -139,4 +150,4 @@ def _too_slow(view: View, rows: Rows, k: int) -> Iterator[Finding]:
     )
 
 
-RULE = Rule("SCH501", "sched-per-microbatch", "error", judge, needs=("lr",), explains=("sched-total-steps",))
+RULE = Rule("SCH501", "sched-per-microbatch", "error", judge, needs=("lr",))

@@ -60,6 +60,20 @@ def judge(view: View) -> Iterator[Finding]:
         yield from _ranks_differ(label, ranks)
 
 
+_LEAST_CALLS = 4
+"""Calls from which on the way of a metric can be told."""
+
+_COLLAPSED = 0.05
+"""Share of its first value below which a rate trains next to nothing."""
+
+
+def _alive(calls: list[dict[str, Any]]) -> int:
+    """Calls up to the first one whose rate has collapsed."""
+    rates = np.array([_sum(c["detail"]["lr_before"]) for c in calls])
+    dead = rates < _COLLAPSED * rates[0]
+    return int(np.argmax(dead)) if dead.any() else len(calls)
+
+
 def _metrics(calls: list[dict[str, Any]]) -> Array:
     return np.array([float(c["detail"]["metric"]) for c in calls])
 
@@ -73,7 +87,11 @@ def _sum(rates: list[Any]) -> float:
 
 
 def _wrong_way(rows: Rows, calls: list[dict[str, Any]]) -> Finding | None:
-    """The metric goes one way from the first call on, the mode wants the other, and the rate was lowered at a new best."""
+    """The metric goes one way from the first call on, the mode wants the other, and the rate was lowered at a new best.
+
+    Judged as long as the rate still moves anything: once it has collapsed, the metric goes nowhere.
+    """
+    calls = calls[: max(_LEAST_CALLS, _alive(calls))]
     metric, lowered = _metrics(calls), _lowered(calls)
     mode = calls[-1]["detail"]["mode"]
     progress = -metric if mode == "max" else metric  # grows where the metric gets worse by the mode

@@ -48,6 +48,7 @@ from stepscope.rules.schedule.pace import (
     settled,
     span,
 )
+from stepscope.rules.schedule.sched_per_microbatch import too_fast, too_slow
 from stepscope.rules.view import Array, Rows, View, finding
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def judge(view: View) -> Iterator[Finding]:
         yield finding(RULE.code, RULE.name, "warning", f"the scheduler was stepped more often than it is long: {error}")
         return
     for rows in view.stepping:
+        if too_fast(view, rows):
+            continue  # what is wrong there is the pace
         signs = (_past_the_end, _below_zero, _zero_early, mirrored, _wrong_unit, _declared, _unfinished)
         found = next((f for sign in signs if (f := sign(view, rows)) is not None), None)
         if found is not None:
@@ -153,6 +156,12 @@ def _dips(lr: Array, peak: int) -> Array:
 def _wrong_unit(view: View, rows: Rows) -> Finding | None:
     """A length in batches for a scheduler that moves once in many of them."""
     planned, found, lr = length(view, rows), pace(rows), rates(rows)
+    if planned is not None and too_slow(view, rows):
+        text = (
+            f"the schedule is {planned:g} steps long, which is the number of micro-batches, but it moved only {found.total:g} times, "
+            f"once per optimizer step: the rate is still {lr[-1]:.3g} at the end; its length should be {found.total:g}"
+        )
+        return _tell(rows, rows.ends[-1:], "warning", text, planned, found.total)
     if planned is None or found.total < 2 or found.each_window or planned < 2 * found.total:
         return None
     moved = np.flatnonzero(np.nan_to_num(rows["scheduler_steps"]) > 0)

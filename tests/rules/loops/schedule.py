@@ -282,13 +282,13 @@ def nested(other: bool, steps: int = 20) -> Callable[[], None]:
     return loop
 
 
-def plateau(metrics: list[float], mode: str, patience: int = 1) -> Callable[[], None]:
+def plateau(metrics: list[float], mode: str, patience: int = 1, factor: float = 0.5) -> Callable[[], None]:
     """One epoch of three steps for each metric, which is given to ReduceLROnPlateau."""
 
     def loop() -> None:
         model = net()
         optimizer = adam(model)
-        scheduler = schedulers.ReduceLROnPlateau(optimizer, mode=mode, patience=patience, factor=0.5)
+        scheduler = schedulers.ReduceLROnPlateau(optimizer, mode=mode, patience=patience, factor=factor)
         for epoch, metric in enumerate(metrics):
             for step in range(3):
                 x, y = batch(epoch * 3 + step)

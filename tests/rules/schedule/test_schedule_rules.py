@@ -40,13 +40,11 @@ FAULTS = {
     "per-micro linear lambda": ("sched-per-microbatch", loops.stepped(loops.lambda_lr(loops.linear(20, 4)), windows=20, k=4, per="micro")),
     "per-micro StepLR": ("sched-per-microbatch", loops.stepped(lambda o: schedulers.StepLR(o, 5, 0.5), windows=20, k=3, per="micro")),
     "per-micro by hand": ("sched-per-microbatch", loops.by_hand(loops.cosine(16, low=0.01, clamp=True), windows=16, k=4, per="micro")),
-    "length in micro-batches": ("sched-per-microbatch", loops.stepped(cosine_lr(48), windows=12, k=4)),
     "four times a step, cosine": ("sched-times-world", loops.stepped(cosine_lr(24), times=4)),
     "four times a step, linear": ("sched-times-world", loops.stepped(loops.lambda_lr(loops.linear(24, 2)), times=4)),
     "twice a step, floor": ("sched-times-world", loops.stepped(loops.lambda_lr(lambda s: max(0.1, 1 - s / 24)), times=2)),
     "four times a step, cosine lambda": ("sched-times-world", loops.stepped(loops.lambda_lr(loops.cosine(24, 1.0)), windows=24, times=4)),
     "per-micro cosine lambda, K odd": ("sched-per-microbatch", loops.stepped(loops.lambda_lr(loops.cosine(16, 1.0)), windows=16, k=3, per="micro")),
-    "length in micro-batches, K of two": ("sched-per-microbatch", loops.stepped(cosine_lr(48), windows=24, k=2)),
     "one-cycle too short": ("sched-total-steps", loops.stepped(one_cycle(20))),
     "cosine by hand too short": ("sched-total-steps", loops.by_hand(loops.cosine(16), windows=30)),
     "cosine lambda too short": ("sched-total-steps", loops.stepped(loops.lambda_lr(loops.cosine(12, 1.0)), windows=30)),
@@ -71,6 +69,10 @@ FAULTS = {
     "inner scheduler of another optimizer": ("sched-optimizer-mismatch", loops.nested(other=True)),
     "mode max on a loss": ("sched-plateau", loops.plateau([1 / (1 + e) for e in range(9)], "max")),
     "mode min on an accuracy": ("sched-plateau", loops.plateau([1 - 1 / (2 + e) for e in range(9)], "min")),
+    "mode min on an accuracy, until nothing moves": (
+        "sched-plateau",
+        loops.plateau([0.2, 0.25, 0.28, 0.298, 0.298, 0.297, 0.298, 0.297], "min", patience=0, factor=0.3),
+    ),
     "metric of each batch": ("sched-plateau", loops.plateau_per_batch()),
     "evaluation in train mode": ("schedulefree-mode", loops.averaged(switch=False)),
     "weights saved in train mode": ("schedulefree-mode", loops.averaged(switch=False, evaluate="never", save=True)),
@@ -83,6 +85,15 @@ def test_fault_is_named_alone(shape):
     found = findings(loop)
     assert name in found, f"reported {sorted(found)}"
     assert not [n for n in loud(found) if n.startswith("sched") and n != name]
+
+
+@pytest.mark.parametrize(("windows", "k"), [(12, 4), (24, 2)])
+def test_a_length_in_micro_batches_is_named_from_both_sides(windows, k):
+    """Either the pace is wrong or the length: which of the two was meant cannot be known."""
+    found = findings(loops.stepped(cosine_lr(48), windows=windows, k=k))
+    assert sorted(n for n in loud(found) if n.startswith("sched")) == ["sched-per-microbatch", "sched-total-steps"]
+    length = found["sched-total-steps"]
+    assert (length.severity, length.evidence["observed"], length.evidence["expected"]) == ("warning", 48, windows)
 
 
 def triangular(step: int) -> float:
