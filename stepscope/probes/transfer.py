@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Transfer:
-    """Starts copying every tensor found in `values` (dicts and lists are searched) and replaces them when asked.
+    """Starts copying every tensor found in `values` (dicts and lists are searched) and puts numbers in their place when asked.
 
     On CUDA the copy runs while training goes on; `result` waits for it, by which time it has long ended. Values of which
     this process holds only a part (a norm over sharded parameters) become None: to know them takes a collective.
@@ -15,7 +15,8 @@ class Transfer:
     def __init__(self, values: Any) -> None:
         self._values = values
         self._tensors: dict[int, Any] = {}
-        _collect(values, self._tensors)
+        self._slots: list[tuple[Any, Any, int]] = []
+        _collect(values, self._tensors, self._slots)
         self._host: list[tuple[list[int], list[tuple[int, ...]], Any]] = []
         self._done: Any = None
         self._start()
@@ -59,8 +60,11 @@ class Transfer:
                 part = numbers[place : place + size]
                 found[key] = part[0] if not shape else part
                 place += size
+        for container, key, tensor in self._slots:
+            container[key] = found[tensor]
         self._tensors.clear()
-        return _replace(self._values, found)
+        self._slots.clear()
+        return self._values
 
 
 def _known_here(tensor: Any) -> Any:
@@ -72,24 +76,19 @@ def _known_here(tensor: Any) -> Any:
     return tensor.to_local() if alone else None
 
 
-def _is_tensor(value: Any) -> bool:
-    return hasattr(value, "element_size") and hasattr(value, "reshape")
+_PLAIN = frozenset({float, int, bool, str, type(None)})
 
 
-def _collect(value: Any, out: dict[int, Any]) -> None:
-    if isinstance(value, dict):
-        for v in value.values():
-            _collect(v, out)
-    elif isinstance(value, list | tuple):
-        for v in value:
-            _collect(v, out)
-    elif _is_tensor(value):
-        out[id(value)] = value
-
-
-def _replace(value: Any, found: dict[int, Any]) -> Any:
-    if isinstance(value, dict):
-        return {k: _replace(v, found) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_replace(v, found) for v in value]
-    return found[id(value)] if _is_tensor(value) else value
+def _collect(container: Any, tensors: dict[int, Any], slots: list[tuple[Any, Any, int]]) -> None:
+    """The tensors in a dict or list and in what it holds, and the places where they stand; tuples become lists."""
+    for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+        kind = type(value)
+        if kind in _PLAIN:
+            continue
+        if kind is tuple:
+            value = container[key] = list(value)
+        if isinstance(value, dict | list):
+            _collect(value, tensors, slots)
+        elif hasattr(value, "element_size") and hasattr(value, "reshape"):
+            tensors[id(value)] = value
+            slots.append((container, key, id(value)))

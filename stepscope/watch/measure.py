@@ -7,6 +7,7 @@ not make, and nothing is measured with ``clip_grad_norm_``, which writes NaN int
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,8 @@ def dense(tensor: Tensor) -> Tensor:
 
 def _real(tensor: Tensor) -> Tensor:
     """The same as real numbers: a complex tensor as its two parts, in a further dimension. Its L2 norm is the same."""
+    if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_complex():
+        return tensor.detach() if tensor.requires_grad else tensor
     values = dense(tensor)
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
@@ -48,14 +51,32 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     values = [_real(t) for t in tensors]
     if not values:
         return torch.zeros(0, device="cpu")
+    kinds = _by_kind(values)
+    if len(kinds) == 1:
+        return torch.stack(_norms_alike(values))
     out: list[Tensor] = [values[0]] * len(values)
-    for (device, dtype), places in _by_kind(values).items():
-        chosen = [values[i] for i in places]
-        found = torch._foreach_norm(chosen, 2, dtype=_accumulator(dtype))
-        for i, norm in zip(places, found, strict=True):
-            out[i] = norm if device == values[0].device else norm.to(values[0].device, non_blocking=True)
+    for places in kinds.values():
+        for i, norm in zip(places, _norms_alike([values[i] for i in places]), strict=True):
+            out[i] = norm.to(values[0].device, non_blocking=True)
     widest = torch.float64 if any(n.dtype is torch.float64 for n in out) else torch.float32
     return torch.stack([n.to(widest) for n in out])
+
+
+def _norms_alike(values: Sequence[Tensor]) -> list[Tensor]:
+    """The L2 norms of tensors of one device and dtype."""
+    if sum(v.numel() for v in values) > _SMALL * len(values) and all(map(_has_dot, values)):
+        return _by_dot(values)
+    return list(torch._foreach_norm(list(values), 2, dtype=_accumulator(values[0].dtype)))
+
+
+def _has_dot(tensor: Tensor) -> bool:
+    """Whether the product of a tensor with itself is one call of the CPU's linear algebra library."""
+    return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _by_dot(values: Sequence[Tensor]) -> list[Tensor]:
+    """Roots of the products of each with itself: two to three times as fast as torch's norm, which uses one core."""
+    return [torch.dot(v, v).sqrt_() for v in (v.view(-1) for v in values)]
 
 
 def total(parts: Tensor) -> Tensor:
@@ -65,6 +86,11 @@ def total(parts: Tensor) -> Tensor:
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    if not tensors:
+        return {}
+    device, dtype = tensors[0].device, tensors[0].dtype
+    if all(t.dtype is dtype and t.device == device for t in tensors):
+        return {(device, dtype): list(range(len(tensors)))}
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, t in enumerate(tensors):
         kinds.setdefault((t.device, t.dtype), []).append(i)
@@ -159,24 +185,41 @@ class Snapshot:
 
     def _sweep(self, values: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One pass block by block over large tensors, so that each block is read from memory once."""
-        small = [i for i, v in enumerate(values) if v.numel() <= _SMALL]
         size = len(values)
         wide = torch.float64 if any(v.dtype is torch.float64 for v in values) else torch.float32
         before, change, low, high = (torch.zeros(size, dtype=wide, device="cpu") for _ in range(4))
+        small = [i for i, v in enumerate(values) if v.numel() <= _SMALL]
         if small:
-            held, now = [self._buffers[i] for i in small], [values[i] for i in small]
-            before[small] = norms(held).to(wide)
-            for places in _by_kind(now).values():
-                torch._foreach_sub_([held[i] for i in places], [now[i] for i in places])
-            change[small] = norms(held).to(wide)
-            ends = [torch.stack(torch.aminmax(h)) if h.numel() else h.new_zeros(2) for h in held]
-            span = torch.stack([e.to(wide) for e in ends])
-            low[small], high[small] = span[:, 0], span[:, 1]
-        small_set = set(small)
-        for i in range(size):
-            if i not in small_set:
-                before[i], change[i], low[i], high[i] = _blocks(self._buffers[i], values[i], wide)
+            place = torch.tensor(small, device="cpu")
+            found = self._small([self._buffers[i] for i in small], [values[i] for i in small])
+            for column, part in zip((before, change, low, high), found, strict=True):
+                column.index_copy_(0, place, part.to(wide))
+        blocks: list[tuple[Tensor, ...]] = []
+        owner: list[int] = []
+        for i in sorted(set(range(size)).difference(small)):
+            old, new = self._buffers[i].view(-1), values[i].reshape(-1)
+            for start in range(0, old.numel(), _BLOCK):
+                blocks.append(_block(old[start : start + _BLOCK], new[start : start + _BLOCK], wide))
+                owner.append(i)
+        if blocks:
+            place = torch.tensor(owner, device="cpu")
+            squares, squares_of_change, least, greatest = map(torch.stack, zip(*blocks, strict=True))
+            before += torch.zeros_like(before).index_add_(0, place, squares).sqrt_()
+            change += torch.zeros_like(change).index_add_(0, place, squares_of_change).sqrt_()
+            low.scatter_reduce_(0, place, least, "amin", include_self=False)
+            high.scatter_reduce_(0, place, greatest, "amax", include_self=False)
         return before, change, low, high
+
+    @staticmethod
+    def _small(held: list[Tensor], now: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        before = norms(held)
+        for alike in _by_kind(now).values():
+            torch._foreach_sub_([held[i] for i in alike], [now[i] for i in alike])
+        ends = [torch.aminmax(h) if h.numel() else (h.new_zeros(()), h.new_zeros(())) for h in held]
+        if len({h.dtype for h in held}) > 1:
+            ends = [(least.to(before.dtype), greatest.to(before.dtype)) for least, greatest in ends]
+        low, high = map(torch.stack, zip(*ends, strict=True))
+        return before, norms(held), low, high
 
     def _lost(self, values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
         lost, moved = [], []
@@ -192,19 +235,17 @@ class Snapshot:
         return _counts(lost), _counts(moved)
 
 
-def _blocks(held: Tensor, value: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    flat_held, flat_value = held.view(-1), value.reshape(-1)
-    rows = []
-    for start in range(0, flat_held.numel(), _BLOCK):
-        old, new = flat_held[start : start + _BLOCK], flat_value[start : start + _BLOCK]
-        norm_before = torch.linalg.vector_norm(old, dtype=wide)
-        old.sub_(new)
-        least, greatest = torch.aminmax(old)
-        rows.append(
-            torch.stack([norm_before, torch.linalg.vector_norm(old, dtype=wide), least.to(wide), greatest.to(wide)])
-        )
-    table = torch.stack(rows)
-    return total(table[:, 0]), total(table[:, 1]), table[:, 2].amin(), table[:, 3].amax()
+def _block(old: Tensor, new: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sum of squares of `old`; that of the difference, which takes its place; the least and the greatest difference."""
+    before = _square(old, wide)
+    old.sub_(new)
+    low, high = torch.aminmax(old)
+    return before, _square(old, wide), low.to(wide), high.to(wide)
+
+
+def _square(flat: Tensor, wide: torch.dtype) -> Tensor:
+    found: Tensor = torch.dot(flat, flat) if _has_dot(flat) else torch.linalg.vector_norm(flat, dtype=wide).square()
+    return found.to(wide)
 
 
 def _peaks(tensors: Sequence[Tensor]) -> Tensor:
@@ -233,13 +274,24 @@ def fingerprint(tensor: Tensor, most: int | None = None) -> Tensor:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     if flat.dtype is torch.bool:
         flat = flat.to(torch.uint8)
-    result = torch.zeros((), dtype=torch.int64, device=flat.device)
+    sums = []
     for start in range(0, flat.numel(), _BLOCK):
         block = flat[start : start + _BLOCK]
         bits = block.contiguous().view(integers[block.element_size()]).to(torch.int64)
-        weights = torch.arange(start, start + bits.numel(), device=bits.device) % 65521 + 1
-        result += (bits * weights).sum()
-    return result
+        weights = _few_weights if start == 0 and bits.numel() <= _SMALL else _weights
+        sums.append((bits * weights(start, bits.numel(), bits.device)).sum())
+    if len(sums) == 1:
+        return sums[0]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=flat.device)
+
+
+def _weights(start: int, count: int, device: torch.device) -> Tensor:
+    """``(i mod 65521) + 1`` for `count` elements from `start` on. Shape ``(count,)``, int64."""
+    return torch.arange(start, start + count, device=device) % 65521 + 1
+
+
+_few_weights = lru_cache(maxsize=16)(_weights)
+"""The same, kept: batches have the same size over and over."""
 
 
 @torch.no_grad()
