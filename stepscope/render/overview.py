@@ -72,7 +72,7 @@ def _lines(lines: Sequence[Line], plot: Plot, rows: Rows) -> Iterable[tuple[str,
     for line in lines:
         for name, column in _groups(line, rows):
             for label, points in _tracks(column, tracks, rows):
-                if not len(points.x):
+                if not len(points.x) or (line.term and not points.y.any()):
                     continue
                 yield f"{name} ({label})" if label else name, points, None if line.muted else colour, line.style
                 colour += not line.muted

@@ -18,12 +18,14 @@ class Line:
         name: legend: what it is, with its stage.
         style: how it is drawn.
         muted: a limit or reference, drawn in grey.
+        term: a part of something larger, not drawn where it is zero throughout: it would only flatten the rest.
     """
 
     column: str
     name: str
     style: Style = "line"
     muted: bool = False
+    term: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ PLOTS = (
         "Loss",
         "loss, unscaled and undivided",
         "micro-step",
-        (Line("loss", "loss"), Line("aux_loss", "auxiliary loss")),
+        (Line("loss", "loss"), Line("aux_loss", "auxiliary loss", term=True)),
         "The loss as the model or criterion gave it, before it is divided by the window size K and before the loss "
         "scale. It should fall, with noise. A cross on the strip is a value that is NaN or infinite.",
         skips=False,

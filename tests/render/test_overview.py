@@ -26,6 +26,17 @@ def test_series_are_the_finite_cells_at_their_micro_steps(factory, model, anchor
     assert list(zip(series.x.tolist(), series.y.tolist(), strict=True)) == cells
 
 
+@pytest.mark.parametrize(("aux", "names"), [(0.0, ["loss"]), (0.5, ["loss", "auxiliary loss"])])
+def test_a_term_that_is_zero_throughout_is_not_drawn(factory, aux, names):
+    from stepscope.render.model import build_model
+
+    trace = factory.make()
+    steps = trace.tables["steps"]
+    trace.tables["steps"] = steps.append_column("aux_loss", [[aux] * len(steps)])
+    series = chart_of(build_model(trace, []), "fig-loss").series
+    assert [line.name for line in series] == names
+
+
 def test_nan_is_a_mark_at_its_step(model):
     loss = chart_of(model, "fig-loss")
     assert [(m.kind, m.spans) for m in loss.marks] == [("nonfinite", ((7, 7),))]
