@@ -127,7 +127,11 @@ def _apply(rule: Rule, view: View) -> Outcome:
         return skipped(rule.code, rule.name, str(skip))
     except Exception as error:
         return skipped(rule.code, rule.name, f"the rule itself failed: {type(error).__name__}: {error}")
-    return failed(rule.code, rule.name, *findings) if findings else passed(rule.code, rule.name)
+    if findings:
+        return failed(rule.code, rule.name, *findings)
+    if not len(view.trace.tables["steps"]):
+        return skipped(rule.code, rule.name, "no micro-step was recorded")
+    return passed(rule.code, rule.name)
 
 
 def _missing(rule: Rule, view: View) -> str:

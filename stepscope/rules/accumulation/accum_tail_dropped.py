@@ -51,6 +51,8 @@ def judge(view: View) -> list[Finding]:
 def _judge(w: Windows) -> list[Finding]:
     k = w.k or 1
     accumulates = w.declared or (w.usual or k) == k
+    if k < 2 and not len(w):
+        return _never_stepped(w)
     if k < 2 or not accumulates or w.closure.any():
         return []
     first, size = _blocks(w)
@@ -71,6 +73,27 @@ def _judge(w: Windows) -> list[Finding]:
             rows,
             observed=len(rows),
             expected=0,
+            columns=["sync_gradients", "window_step", "grad_norm_before"],
+        )
+    ]
+
+
+def _never_stepped(w: Windows) -> list[Finding]:
+    """The run came to its own end, and an optimizer whose parameters got gradients never stepped."""
+    count = int(w.lost.sum())
+    if w.rows.optimizer is None or not count or w.view.trace.meta.get("status") != "complete":
+        return []
+    return [
+        finding(
+            RULE.code,
+            RULE.name,
+            "warning",
+            f"{count} backward passes gave gradients to the parameters of {w.rows.optimizer}, which never stepped: nothing was "
+            f"trained; call optimizer.step(), at the end of each window if {count} micro-steps are less than one",
+            w.rows,
+            w.lost,
+            observed=0,
+            expected="a step for each window",
             columns=["sync_gradients", "window_step", "grad_norm_before"],
         )
     ]

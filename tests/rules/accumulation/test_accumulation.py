@@ -169,6 +169,12 @@ FAULTS = {
         accumulate(clear="top", weight=constant(1.0)),
         K4,
     ),
+    "never stepped": (
+        "accum-tail-dropped",
+        "warning",
+        accumulate(weight=constant(1.0), boundary=lambda i, n: False, clear="never"),
+        {},
+    ),
     "tail cleared": (
         "accum-tail-dropped",
         "error",
@@ -293,6 +299,7 @@ RIGHT = {
         {},
     ),
     "two tasks": (loops.multi_task(), {}),
+    "an optimizer whose turn does not come": (loops.critic_in_waiting(), {}),
     "two tasks of half weight": (loops.multi_task(0.5), {}),
     "pixels and images": (loops.two_heads(), {}),
     "growing windows": (loops.growing_windows(), {}),

@@ -68,6 +68,22 @@ def sum_of_two(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, y) + F.cross_entropy(-output, y)
 
 
+def critic_in_waiting() -> Loop:
+    """A generator learns through a critic whose own optimizer has not begun yet."""
+
+    def loop() -> None:
+        torch.manual_seed(0)
+        generator, critic = nn.Linear(3, 5), nn.Linear(5, 1)
+        own, waiting = torch.optim.SGD(generator.parameters(), lr=0.1), torch.optim.SGD(critic.parameters(), lr=0.1)
+        for _ in range(6):
+            own.zero_grad()
+            waiting.zero_grad()
+            critic(generator(torch.randn(4, 3))).mean().backward()
+            own.step()
+
+    return loop
+
+
 def elements_per_row(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Summed over the elements of a row, then the mean over the rows: the likelihood of an autoencoder."""
     target = F.one_hot(y, 3).float()
