@@ -11,6 +11,7 @@ import functools
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -266,16 +267,58 @@ def _install() -> None:
         if owner is not None and hasattr(owner, patch.attribute):
             _replace(owner, patch.attribute, patch.make)
     _patch_schedulers(LRScheduler)
-    handles = [
-        register_optimizer_step_pre_hook(lambda o, a, k: tell("before_step", o, a, k)),
-        register_optimizer_step_post_hook(lambda o, a, k: tell("after_step", o, a, k)),
-    ]
+    handles = [register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)]
     _undo.extend(handle.remove for handle in handles)
+
+
+_innermost: dict[str, weakref.WeakKeyDictionary[Any, Any]] = {
+    "pre": weakref.WeakKeyDictionary(),
+    "post": weakref.WeakKeyDictionary(),
+}
+"""Hooks on single optimizers that have hooks of their own: nearest to the step, inside of those."""
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Torch's global hooks enclose an optimizer's own. What those do to gradients is part of what the step uses."""
+    if optimizer._optimizer_step_post_hooks:
+        _place(optimizer, "post", _tell_after_step)
+    if not (optimizer._optimizer_step_pre_hooks and _place(optimizer, "pre", _tell_before_step)):
+        _tell_before_step(optimizer, args, kwargs)
+
+
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if optimizer not in _innermost["post"]:
+        _tell_after_step(optimizer, args, kwargs)
+
+
+def _tell_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    tell("before_step", optimizer, args, kwargs)
+
+
+def _tell_after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    tell("after_step", optimizer, args, kwargs)
+
+
+def _place(optimizer: Any, when: str, hook: Callable[..., None]) -> bool:
+    """Put our hook last before the step, or first after it. False where an optimizer of another make does not let us."""
+    try:
+        handle = _innermost[when].get(optimizer)
+        if handle is None:
+            register = optimizer.register_step_pre_hook if when == "pre" else optimizer.register_step_post_hook
+            handle = _innermost[when][optimizer] = register(hook)
+            _undo.append(handle.remove)
+        hooks = optimizer._optimizer_step_pre_hooks if when == "pre" else optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(handle.id, last=when == "pre")
+    except (AttributeError, KeyError, TypeError):
+        return False
+    return True
 
 
 def _remove() -> None:
     while _undo:
         _undo.pop()()
+    for placed in _innermost.values():
+        placed.clear()
 
 
 def _resolve(path: str) -> Any:

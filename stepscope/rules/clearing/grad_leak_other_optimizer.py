@@ -53,9 +53,9 @@ def _judge(view: View, w: Windows) -> list[Finding]:
     if w.live.max() < 2:
         return []
     for other in siblings(view, w.rows):
-        if other.rows is w.rows or not len(other) or _same_use(w, other):
+        if other.rows is w.rows or not len(other):
             continue
-        leaked = _leaked(w, other)
+        leaked = _reused(w, other) if _in_turn(w, other) else _leaked(w, other)
         wrong = w.rows.per_window(leaked.astype(np.float64)) > 0
         if wrong.sum() >= 2 or (wrong.any() and wrong.sum() >= 0.5 * len(w)):
             return [_finding(w, other, wrong)]
@@ -67,7 +67,23 @@ def _same_use(w: Windows, other: Windows) -> bool:
     return np.array_equal(w.rows["micro_step"][w.used_rows], other.rows["micro_step"][other.used_rows])
 
 
+def _in_turn(w: Windows, other: Windows) -> bool:
+    """Most steps of each use what a step of the other has used before: every backward of the one leaks into the other."""
+    return all(
+        (a.rows.per_window(_reused(a, b).astype(np.float64)) > 0).mean() > 0.5 for a, b in ((w, other), (other, w))
+    )
+
+
 def _leaked(w: Windows, other: Windows) -> Mask:
+    """Rows that `other` had used before, where the window's last backward was not for `other`. Shape ``(rows,)``."""
+    if _same_use(w, other):
+        return np.zeros(len(w.rows), dtype=np.bool_)
+    theirs = other.rows["micro_step"][other.used_rows & (other.rows.window_of < len(other))]
+    end = w.end[np.minimum(w.rows.window_of, len(w) - 1)]
+    return _reused(w, other) & ~np.isin(w.rows["micro_step"][end], theirs)
+
+
+def _reused(w: Windows, other: Windows) -> Mask:
     """Rows in what a step used that a step of `other` had used before the window's last backward. Shape ``(rows,)``."""
     theirs = other.rows["micro_step"][other.used_rows & (other.rows.window_of < len(other))]
     when = other.rows.windows("attempted_at")[
@@ -79,7 +95,7 @@ def _leaked(w: Windows, other: Windows) -> Mask:
     inside = w.rows.window_of < len(w)
     end = w.end[np.minimum(w.rows.window_of, len(w) - 1)]
     earlier = when[place] < mine[end]
-    return np.asarray(shared & inside & w.used_rows & earlier & ~shared[end])
+    return np.asarray(shared & inside & w.used_rows & earlier)
 
 
 def _finding(w: Windows, other: Windows, wrong: Mask) -> Finding:
