@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepscope.rules.accumulation.windows import CLOSE, Windows, merged, windows_of
+from stepscope.rules.accumulation.windows import CLOSE, Windows, close, merged, windows_of
 from stepscope.rules.base import Rule
 from stepscope.rules.view import finding
 
@@ -80,11 +80,21 @@ def _judge(view: View, w: Windows) -> list[Finding]:
 def _spread(w: Windows) -> tuple[Array, Array, Array]:
     """Largest over least weight of a target in what each step used, and the two; NaN where some weight is not known."""
     weight = np.abs(w.rows["target_weight"])
-    some = w.used_rows & (w.rows["num_items"] != 0)
+    some = w.used_rows & (w.rows["num_items"] != 0) & _one_mean_each(w, weight)
     high = w.rows.per_window(np.where(some, weight, -np.inf), "max")
     low = w.rows.per_window(np.where(some, weight, np.inf), "min")
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(np.isfinite(high) & (low > 0), high / low, np.nan), low, high
+
+
+def _one_mean_each(w: Windows, weight: Array) -> Array:
+    """Rows whose targets together weigh as much as those of the window's weightiest row, as means over them do.
+
+    Losses of different kind in one window, such as one of labelled and one of unlabelled data, have weights of their own.
+    """
+    whole = np.where(w.used_rows & np.isfinite(weight), weight * w.rows["num_items"], -np.inf)
+    most = w.rows.per_window(whole, "max")
+    return np.asarray(close(whole, np.append(most, np.nan)[np.minimum(w.rows.window_of, len(w))]))
 
 
 def _by_design(w: Windows) -> bool:

@@ -21,7 +21,7 @@ say) are cleared by the optimizer's method, not by the model's.
 Known false alarms
 ------------------
 What another network's backward adds to a used gradient is right as long as it is cleared before the owner's next step: that
-is not reported.
+is not reported. Neither are gradients that a script shrinks by one factor each time (momentum kept in ``.grad``).
 
 References
 ----------
@@ -40,7 +40,7 @@ from stepscope.rules.view import finding
 
 if TYPE_CHECKING:
     from stepscope.rules.outcome import Finding
-    from stepscope.rules.view import View
+    from stepscope.rules.view import Array, View
 
 
 def judge(view: View) -> list[Finding]:
@@ -52,7 +52,7 @@ def _judge(w: Windows) -> list[Finding]:
     before = w.rows["grad_norm_before"][w.start]
     old = (before > 0) & (w.live_from == w.start)
     old[0] = False
-    if old.sum() < 2 and old.sum() < 0.5 * len(w):
+    if (old.sum() < 2 and old.sum() < 0.5 * len(w)) or _kept_in_part(w, before):
         return []
     at = int(np.flatnonzero(old)[0])
     used = float(w.rows["grad_norm_clipped"][w.end[at - 1]])
@@ -71,6 +71,14 @@ def _judge(w: Windows) -> list[Finding]:
             columns=["grad_norm_before", "grad_norm"],
         )
     ]
+
+
+def _kept_in_part(w: Windows, before: Array) -> bool:
+    """Each window begins with one and the same share of what the step used: momentum by hand, ``p.grad.mul_(0.9)``."""
+    share = before[1:] / w.rows.windows("grad_norm_clipped")[:-1]
+    if len(share) < 3 or not np.isfinite(share).all():
+        return False
+    return bool(np.ptp(share) < 1e-3 * share.mean() and share.mean() < 0.999)
 
 
 RULE = Rule(

@@ -299,6 +299,7 @@ RIGHT = {
         {},
     ),
     "two tasks": (loops.multi_task(), {}),
+    "labelled and unlabelled": (loops.labelled_and_unlabelled(), {}),
     "an optimizer whose turn does not come": (loops.critic_in_waiting(), {}),
     "two tasks of half weight": (loops.multi_task(0.5), {}),
     "pixels and images": (loops.two_heads(), {}),

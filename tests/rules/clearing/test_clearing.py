@@ -62,6 +62,7 @@ RIGHT = {
     "gan, scaler": (gan("right", scaler=True), {}),
     "gan, frozen": (gan("frozen", optimizer=torch.optim.SGD), {}),
     "adversarial features": (loops.adversarial_features(cleared=True), {}),
+    "momentum in the gradient": (loops.momentum_in_the_gradient(), {}),
     "distillation": (loops.distillation(detached=True), {}),
     "shared backward": (loops.shared_backward(), {}),
     "shared backward, slow": (loops.shared_backward(slow=3), {}),

@@ -68,6 +68,25 @@ def sum_of_two(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, y) + F.cross_entropy(-output, y)
 
 
+def labelled_and_unlabelled() -> Loop:
+    """Two losses of different kind in one window: a mean over labelled data, and one over those of which some count."""
+
+    def loop() -> None:
+        torch.manual_seed(0)
+        net = classifier()
+        opt = torch.optim.SGD(net.parameters(), lr=1e-2)
+        for _ in range(8):
+            for x, y in classes(2):
+                (F.cross_entropy(net(x), y) / 2).backward()
+            for x, y in classes(4):
+                sure = (torch.rand(len(y)) > 0.4).float()
+                ((F.cross_entropy(net(x), y, reduction="none") * sure).mean() / 4).backward()
+            opt.step()
+            opt.zero_grad()
+
+    return loop
+
+
 def critic_in_waiting() -> Loop:
     """A generator learns through a critic whose own optimizer has not begun yet."""
 

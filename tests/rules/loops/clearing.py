@@ -140,6 +140,23 @@ def distillation(detached: bool, steps: int = 8) -> Loop:
     return loop
 
 
+def momentum_in_the_gradient(steps: int = 10) -> Loop:
+    """Right: the gradient is shrunk instead of cleared, and the next backward adds to it."""
+
+    def loop() -> None:
+        torch.manual_seed(0)
+        net = classifier()
+        opt = torch.optim.SGD(net.parameters(), lr=1e-2)
+        for x, y in classes(steps):
+            for p in net.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(0.9)
+            F.cross_entropy(net(x), y).backward()
+            opt.step()
+
+    return loop
+
+
 def adversarial_features(cleared: bool, steps: int = 8) -> Loop:
     """A discriminator and features that are to fool it: every backward reaches both, and both optimizers step on their own.
 
