@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,31 @@ def test_what_a_rule_folds_in_exists():
     names = {r.name for r in all_rules()}
 
     assert not {n for r in all_rules() for n in r.explains} - names
+
+
+def commands():
+    """Every command line of ours in the code blocks of the pages, fenced or indented, without comments and output."""
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        text = path.read_text("utf-8").replace("\\\n", " ")
+        for line in re.findall(r"^(?: {4}|\$ | *entry: | *- run: )?(stepscope [^\n]*)", text, re.MULTILINE):
+            bare = line.split(" #")[0].split(" > ")[0].replace("$S", "")
+            if "[" not in bare and not bare.endswith(":"):  # a synopsis, or prose
+                yield pytest.param(bare, id=f"{path.name}: {bare[:60]}")
+
+
+@pytest.mark.parametrize("line", list(commands()))
+def test_commands_of_the_pages_are_understood(line):
+    """Commands and options exist and values have the right form; nothing is run."""
+    from typer.main import get_command
+
+    from stepscope.cli import app
+
+    _, *words = (word for word in shlex.split(line) if word not in ("…", "·"))
+    command, name = get_command(app), "stepscope"
+    while hasattr(command, "commands"):
+        name, *words = words
+        command = command.commands[name]
+    command.make_context(name, words)
 
 
 @pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], ids=lambda p: p.name)
