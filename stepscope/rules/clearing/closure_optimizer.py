@@ -108,5 +108,11 @@ RULE = Rule(
     "closure-optimizer",
     "error",
     judge,
-    explains=("zero-grad-missing", "accum-missing-divide", "accum-tail-dropped", "scaler-bypassed", "clip-per-microbatch"),
+    explains=(
+        "zero-grad-missing",
+        "accum-missing-divide",
+        "accum-tail-dropped",
+        "scaler-bypassed",
+        "clip-per-microbatch",
+    ),
 )

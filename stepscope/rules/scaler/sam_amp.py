@@ -74,7 +74,8 @@ def climbs(rows: Rows) -> Mask:
     both = rows.seen("weights_norm")[1:] & rows.seen("weights_norm")[:-1]
     with np.errstate(invalid="ignore"):
         moved = rows.true("params_moved")[1:] | (both & (weights[1:] != weights[:-1]))
-    out[:-1] = same & moved & np.isfinite(rows["loss_scale_before"][:-1])
+    scaled = np.isfinite(rows["loss_scale_before"])  # one phase is enough: the other may run in float32
+    out[:-1] = same & moved & (scaled[:-1] | scaled[1:])
     return out
 
 

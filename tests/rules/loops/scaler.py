@@ -449,6 +449,38 @@ def sam(kind: str, *, scaler: bool = True, init: float = 2.0**18) -> None:
         amp.update()
 
 
+def sam_climbing_in_float32(back: str) -> None:
+    """Only the second phase is scaled. The weights go back ``inside`` of the step that the scaler may skip, or ``outside``."""
+    model = net()
+    params = list(model.parameters())
+    opt = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=100)
+    origin: list[torch.Tensor] = []
+
+    def put_back(*_: object) -> None:
+        with torch.no_grad():
+            for p, start in zip(params, origin, strict=True):
+                p.copy_(start)
+
+    if back == "inside":
+        opt.register_step_pre_hook(put_back)
+    for i, (x, y) in enumerate(batches(10)):
+        F.cross_entropy(model(x), y).backward()
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        origin[:] = [p.detach().clone() for p in params]
+        with torch.no_grad():
+            for p in params:
+                p.add_(p.grad * 0.3 / norm)
+        opt.zero_grad()
+        loss = loss_of(model, x, y)
+        scaler.scale(loss * math.inf if i % 4 == 1 else loss).backward()
+        if back == "outside":
+            put_back()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+
+
 def region(kind: str) -> None:
     """Autocast over more than the forward: `kind` says over what."""
     model = net()

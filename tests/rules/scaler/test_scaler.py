@@ -65,6 +65,7 @@ FAULTS = {
     "sam-amp": [
         ("stepped outside", lambda: loops.sam_outside("outside")),
         ("unscaled twice", lambda: loops.sam_outside("twice")),
+        ("left up by a skipped step", lambda: loops.sam_climbing_in_float32("inside")),
     ]
     + [(kind, lambda kind=kind: loops.sam(kind)) for kind in ("unguarded", "data", "left up")]
     + [("scaled", lambda: loops.sam("scaled", init=2.0**10))],
@@ -105,6 +106,7 @@ RIGHT = {
     "unscaled, stepped outside": lambda: loops.bypassed("unscaled"),
     "growth capped": lambda: loops.growth(cap=True),
     "SAM": lambda: loops.sam("right"),
+    "SAM that climbs in float32": lambda: loops.sam_climbing_in_float32("outside"),
     "SAM in float32": lambda: loops.sam("unguarded", scaler=False),
     "regions for forwards": lambda: loops.region("accumulated"),
     "one region for two forwards": lambda: loops.region("two phases"),
