@@ -44,11 +44,22 @@ def tell(method: str, *args: Any) -> None:
             listener.failed(method, error)
 
 
+_PASSED_BY = f"{__file__} (importlib._bootstrap)"
+"""The name of a file whose frames `warnings` does not count, since it takes them for the import system's."""
+
+
+def passed_by(function: Original) -> Original:
+    """Let a warning of torch's name the line of the script that called it, as it does without us, and not our own."""
+    function.__code__ = function.__code__.replace(co_filename=_PASSED_BY)
+    return function
+
+
 def around(name: str) -> Callable[[Original], Original]:
     """A replacement that tells ``before_<name>(args, kwargs)`` and ``after_<name>(args, kwargs, result, error)``."""
     before, after = f"before_{name}", f"after_{name}"
 
     def make(original: Original) -> Original:
+        @passed_by
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
@@ -75,6 +86,7 @@ def around_tensors(name: str) -> Callable[[Original], Original]:
     def make(original: Original) -> Original:
         heard = outer(original)
 
+        @passed_by
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             if args and isinstance(args[0], Iterator):
@@ -104,6 +116,7 @@ def _outermost(original: Original) -> Original:
     Torch's own global forward hooks would do, but they slow down every module, and a compiled model warns of them.
     """
 
+    @passed_by
     @functools.wraps(original)
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -35,7 +35,17 @@ BROKEN_STEP = """
 optimizer.step(closure=lambda: int("fast"))
 """
 
+WARNED = """
+schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 2)
+schedule.step()
+schedule.get_lr()
+torch.nn.Linear(2, 1).load_state_dict(torch.nn.Linear(2, 1).state_dict(), strict=True)
+model.register_full_backward_hook(lambda module, inputs, outputs: None)
+model(torch.ones(1, 2)).sum().backward()
+"""
+
 ENDS = {
+    "warnings that name a line of the script": (WARNED, "complete"),
     "plain end": ("", "complete"),
     "exit 3": ("import sys; print('last'); sys.exit(3)", "failed"),
     "exit text": ("import sys; sys.exit('no data')", "failed"),
@@ -60,7 +70,7 @@ def test_recorded_script_ends_as_it_does_alone(end, natively, watched, write, tm
     for made in tmp_path.glob("deep"):
         made.rmdir()
     assert watched("script", "train.py", "--lr", "1") == native
-    assert status(tmp_path) == (expected, 2 if end == "exception in backward" else 1)
+    assert status(tmp_path) == (expected, 1 + (end.startswith(("exception in backward", "warnings"))))
 
 
 def test_recorded_module_and_code_find_their_arguments(natively, watched, write, tmp_path):
