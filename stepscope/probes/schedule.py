@@ -28,6 +28,7 @@ class Schedule(Probe):
         Column("scheduler_steps", "int64", "calls", "steps of the optimizer's schedulers between this backward and the next"),
         Column("schedulers_stepped", "int64", "schedulers", "how many different schedulers those steps belong to"),
         Column("scheduler_position", "int64", "steps", "last_epoch of the scheduler that stepped last", "no scheduler has stepped"),
+        Column("lr_inside", "float64", "1", "rate of the first group of another optimizer whose step ran inside of this one's: a wrapper's", "none did, or the rate is no number"),
         Column("metric", "float64", "", "metric given to a ReduceLROnPlateau between this backward and the next", "none was"),
         Column("average_updates", "int64", "calls", "updates of averaged models between this backward and the next"),
     )  # fmt: skip
@@ -147,6 +148,10 @@ class Schedule(Probe):
         if event.name == "average_updated":
             for row in self._rows:
                 row.count("average_updates")
+        elif event.name == "stepped_inside" and event.optimizer is not None and event.optimizer.window.last is not None:
+            rate = event.detail["inner"].groups[0].get("lr")
+            if isinstance(rate, int | float):
+                event.optimizer.window.last.cells["lr_inside"] = float(rate)
         elif event.name == "get_lr" and event.detail["returned"] != event.detail["held"]:
             self._say("rate_of_a_further_step", event.optimizer, event.detail)
         elif event.name == "param_group_added":

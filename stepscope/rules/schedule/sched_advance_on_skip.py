@@ -36,7 +36,7 @@ import numpy as np
 
 from stepscope.rules.base import Rule
 from stepscope.rules.schedule.pace import pace, rates, span
-from stepscope.rules.view import Array, View, finding
+from stepscope.rules.view import Array, Mask, Rows, View, finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,9 +48,11 @@ def judge(view: View) -> Iterator[Finding]:
     """Scheduler steps in skipped windows, where they are more than a few percent of the warm-up."""
     for rows in view.stepping:
         found, lr = pace(rows), rates(rows)
-        if not found.each_window or found.each_micro_step or not span(lr):
+        if found.each_micro_step or not span(lr):
             continue
-        moved = rows.per_window(np.nan_to_num(rows["scheduler_steps"])) > 0
+        moved = rows.per_window(np.nan_to_num(rows["scheduler_steps"])) > 0 if found.total else _by_hand(rows, lr)
+        if moved.mean() < 0.8:
+            continue
         drifted = moved & (rows.windows("step_skipped") == 1.0)
         drift, room, what = int(drifted.sum()), *_room(lr)
         if drift < 2 or drift <= 0.05 * room:
@@ -60,14 +62,22 @@ def judge(view: View) -> Iterator[Finding]:
             RULE.code,
             RULE.name,
             "warning",
-            f"the scheduler moved in {drift} windows whose optimizer step was skipped: {int(moved.sum())} scheduler steps for {applied} "
-            f"executed ones, against {what} of {room} steps; step it only where the optimizer stepped",
+            f"the {'scheduler' if found.total else 'rate'} moved in {drift} windows whose optimizer step was skipped: {int(moved.sum())} moves for {applied} "
+            f"executed steps, against {what} of {room} steps; step it only where the optimizer stepped",
             rows,
             rows.ends[drifted],
             observed=int(moved.sum()),
             expected=applied,
             columns=["lr", "step_skipped", "scheduler_steps"],
         )
+
+
+def _by_hand(rows: Rows, lr: Array) -> Mask:
+    """Windows after which the script wrote another rate. None where it does so inside of windows: it counts data then."""
+    inside = (np.diff(rows["lr"]) != 0) & (np.diff(rows.window_of) == 0)
+    if inside.any():
+        return np.zeros(len(lr), dtype=np.bool_)
+    return np.append(np.diff(lr) != 0, False)
 
 
 def _room(lr: Array) -> tuple[int, str]:

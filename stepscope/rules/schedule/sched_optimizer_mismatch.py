@@ -27,8 +27,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from stepscope.rules.base import Rule
-from stepscope.rules.schedule.pace import pace, span
+from stepscope.rules.schedule.pace import pace, rates, span
 from stepscope.rules.view import Rows, View, finding
 
 if TYPE_CHECKING:
@@ -44,11 +46,39 @@ def judge(view: View) -> Iterator[Finding]:
         rows = _victim(view, stepping, event)
         if rows is not None:
             yield _tell(rows, event)
+    for rows in view.stepping:
+        if _wrapper_alone(rows):
+            yield _tell_wrapper(rows)
     for event in view.events("inner_scheduler_of_other_optimizer"):
         rows = stepping.get((event["rank"], event["detail"]["outer"]))
         after = rows["micro_step"] > event["micro_step"] if rows is not None else None
         if rows is not None and after is not None and after.sum() >= 2 and not span(rows["lr"][after]):
             yield _tell(rows, event)
+
+
+def _wrapper_alone(rows: Rows) -> bool:
+    """The rate of a wrapper moves, and that of the optimizer that makes its steps stays where both began."""
+    inside, lr = rows.windows("lr_inside"), rates(rows)
+    seen = np.isfinite(inside)
+    if seen.sum() < 3 or not seen.all() or not span(lr) or span(inside) or not pace(rows).total:
+        return False
+    return bool(np.isclose(inside[0], np.nanmax(lr), rtol=1e-6) or np.isclose(inside[0], lr[0], rtol=1e-6))
+
+
+def _tell_wrapper(rows: Rows) -> Finding:
+    inside, lr = rows.windows("lr_inside"), rates(rows)
+    return finding(
+        RULE.code,
+        RULE.name,
+        "error",
+        f"the schedule takes the rate of {rows.optimizer} from {lr[0]:.4g} to {lr[-1]:.4g}, but its steps are made by an optimizer "
+        f"inside of it, whose rate stays at {inside[-1]:.4g}: share the param_groups, or build the scheduler on the inner one",
+        rows,
+        rows.ends,
+        observed=float(inside[-1]),
+        expected=float(lr[-1]),
+        columns=["lr", "lr_inside"],
+    )
 
 
 def _victim(view: View, stepping: dict[tuple[int, str | None], Rows], event: dict[str, Any]) -> Rows | None:

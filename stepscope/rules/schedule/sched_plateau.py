@@ -97,7 +97,8 @@ def _wrong_way(rows: Rows, calls: list[dict[str, Any]]) -> Finding | None:
     progress = -metric if mode == "max" else metric  # grows where the metric gets worse by the mode
     record = progress >= np.maximum.accumulate(progress)
     moves = np.diff(progress)
-    bounded = mode == "max" or bool((metric >= 0).all() and (metric <= 100).all())
+    # what rises in mode min may be a loss that gets worse, unless it looks like a score: a share, or a negated loss
+    bounded = mode == "max" or bool(((metric >= 0) & (metric <= 100)).all() or (metric <= 0).all())
     steady = (moves > 0).mean() >= 0.7 and progress[0] == progress.min() and progress[-1] > progress[0]
     wrong = lowered & record
     if not wrong.any() or not steady or not bounded:

@@ -107,7 +107,10 @@ class StepListener(Listener):
         if self.books.stepping:
             self._forget_raised()
         if self.books.stepping and not self.books.backward_depth:
+            outer = self.books.stepping[0][0]
             self.books.stepping.append((watched, 0.0))
+            if watched is not outer:
+                self.books.sink(events.Called("", "stepped_inside", outer, {"inner": watched}))
             return
         closure = (bool(args[1:]) and callable(args[1])) or callable(kwargs.get("closure"))
         micro = self.books.micro

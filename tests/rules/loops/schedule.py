@@ -116,17 +116,29 @@ def lambda_lr(factor: Callable[[int], float]) -> Make:
 
 
 def scaled(
-    *, infinite: tuple[int, ...], guarded: bool, steps: int = 24, fused: bool = False, warmup: int = 6
+    *,
+    infinite: tuple[int, ...],
+    guarded: bool,
+    steps: int = 24,
+    fused: bool = False,
+    warmup: int = 6,
+    by_hand: bool = False,
 ) -> Callable[[], None]:
-    """float32 under a GradScaler; the loss of some steps is infinite, so that they are skipped."""
+    """float32 under a GradScaler; the loss of some steps is infinite, so that they are skipped.
+
+    The rate is a scheduler's, or written into the groups `by_hand`.
+    """
 
     def loop() -> None:
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
-        scheduler = schedulers.LambdaLR(optimizer, linear(steps, warmup))
+        factor, position = linear(steps, warmup), 0
+        scheduler = None if by_hand else schedulers.LambdaLR(optimizer, factor)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         for step in range(steps):
             x, y = batch(step)
+            for group in optimizer.param_groups if by_hand else ():
+                group["lr"] = 0.01 * factor(position)
             loss = F.mse_loss(model(x), y)
             scaler.scale(loss * (float("inf") if step in infinite else 1.0)).backward()
             scaler.step(optimizer)
@@ -134,7 +146,39 @@ def scaled(
             scaler.update()
             optimizer.zero_grad()
             if not guarded or scaler.get_scale() >= before:
-                scheduler.step()
+                position += 1
+                if scheduler is not None:
+                    scheduler.step()
+
+    return loop
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Lets another optimizer step; `shares` says whether both have the same groups."""
+
+    def __init__(self, inner: torch.optim.Optimizer, *, shares: bool) -> None:
+        super().__init__([dict(group) for group in inner.param_groups], {})
+        self.inner = inner
+        if shares:
+            self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def wrapped(*, shares: bool, steps: int = 16) -> Callable[[], None]:
+    """The scheduler is built on a wrapper."""
+
+    def loop() -> None:
+        model = net()
+        optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), shares=shares)
+        scheduler = schedulers.CosineAnnealingLR(optimizer, steps)
+        for step in range(steps):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
 
     return loop
 
