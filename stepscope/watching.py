@@ -137,7 +137,7 @@ def watch(model: Any = None, optimizer: Any = None, **options: Any) -> Watching:
 
     Args:
         model: the model (or several): gives parameters their names. None: models are found when they are called.
-        optimizer: the optimizer (or several) to watch. None: every optimizer that exists or appears.
+        optimizer: the optimizer (or several) to watch. None: every optimizer that is used, whether it exists already or is built later.
         **options: ``scaler`` and ``scheduler`` in use, if they were built before; ``out``, a directory for the trace
             (kept in memory without one) and ``force`` to replace one that is there; ``every``, parameter-level rows at
             every n-th window only; ``max_steps``, micro-steps after which recording stops; ``declare``, intents such as
