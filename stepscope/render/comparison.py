@@ -121,7 +121,7 @@ def _pair(names: tuple[str, str], found: Comparison) -> PairView:
 
 def _sentence(found: Comparison, first: Parting | None) -> str:
     what = f"{counted(len(found.aligned), 'micro-step')} and {counted(len(found.compared), 'column')}"
-    allowed = f"a relative difference of {number(found.tolerance, digits=2)}" if found.tolerance else "every bit"
+    allowed = f"the tolerance of {number(found.tolerance, digits=2)}" if found.tolerance else "every bit"
     if first is None:
         return f"{what} agree within {allowed}." if found.tolerance else f"{what} agree in {allowed}."
     a, b = (_value(v) for v in first.values)
