@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow.compute as pc
 
-from stepscope.render.words import clean, grouped, number, one_line, share
+from stepscope.render.words import clean, counted, grouped, number, one_line, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -119,7 +120,7 @@ def _extreme(rows: Rows, column: str, which: Any) -> float | None:
 
 def banners(trace: Trace) -> tuple[str, ...]:
     """What limits this report, gravest first."""
-    return tuple(_cut_off(trace)) + tuple(_ended(trace.meta)) + tuple(_limits(trace.meta))
+    return (*_cut_off(trace), *_ended(trace.meta), *_thinned(trace), *_limits(trace.meta))
 
 
 def _cut_off(trace: Trace) -> Iterable[str]:
@@ -131,6 +132,11 @@ def _cut_off(trace: Trace) -> Iterable[str]:
         )
     if not len(trace.tables["steps"]):
         yield "No micro-step was recorded: there is nothing to judge."
+    if stopped := trace.meta.get("stopped_at"):
+        yield (
+            f"Recording ended after {counted(int(stopped), 'micro-step')}, as --max-steps asked; the run went on, and what came "
+            "later was not seen."
+        )
 
 
 def _ended(meta: dict[str, Any]) -> Iterable[str]:
@@ -141,9 +147,21 @@ def _ended(meta: dict[str, Any]) -> Iterable[str]:
         yield "The run ended with an error" + (f" (exit code {number(code)})" if code is not None else "") + "."
 
 
+def _thinned(trace: Trace) -> Iterable[str]:
+    """Rows of single parameters are written ever more rarely, or at the rhythm that was asked for."""
+    rows = trace.tables["params"]
+    if not len(rows) or "global_step" not in rows.column_names:
+        return
+    written = pc.count_distinct(rows["global_step"]).as_py()
+    steps = int(np.nanmax(trace.values("global_step"))) if trace.has("global_step") else 0
+    if written < 0.9 * steps:
+        yield (
+            f"Single parameters have rows at {grouped(written)} of {counted(steps, 'optimizer step')}: those are thinned while "
+            "recording (--every sets the rhythm). Everything else has a row for each micro-step."
+        )
+
+
 def _limits(meta: dict[str, Any]) -> Iterable[str]:
-    for table, how in _pairs(meta.get("thinned")):
-        yield f"The table {table} was thinned while recording: {how}. Steps in between have no row there."
     for probe, reason in _pairs(meta.get("probes_off")):
         yield f"The probe {probe} was switched off: {reason}. Its columns are empty from then on."
     by_reason: dict[str, list[str]] = {}

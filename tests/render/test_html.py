@@ -97,17 +97,18 @@ def test_each_cited_step_has_its_values(factory, soup):
 def test_what_limits_the_report_is_said_above_everything(build, factory):
     from stepscope.render.model import build_model
 
-    trace = factory.make(meta={"thinned": {"params": "every 10 steps"}, "probes_off": {"clip": "ValueError: x"}})
+    trace = factory.make(every=4, meta={"stopped_at": 50, "probes_off": {"clip": "ValueError: x"}})
     trace.whole = False
     model = build_model(trace, ())
     assert [b.split(":")[0].split(" (")[0] for b in model.banners] == [
         "The recording was cut off after micro-step 50",
-        "The table params was thinned while recording",
+        "Recording ended after 50 micro-steps, as --max-steps asked; the run went on, and what came later was not seen.",
+        "Single parameters have rows at 3 of 13 optimizer steps",
         "The probe clip was switched off",
         "Not observed",
     ]
     soup = BeautifulSoup(render_html(model, plotly=PLOTLY), "html5lib")
-    assert len(soup.find("main").find_all(class_="banner", recursive=False)) == 4
+    assert len(soup.find("main").find_all(class_="banner", recursive=False)) == 5
     assert soup.h1.get_text(strip=True) == "Not judged"
 
 
