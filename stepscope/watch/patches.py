@@ -1,6 +1,6 @@
 """Every patch and global hook, in one table: what is replaced, why, and by what; installed and removed as one.
 
-Official hooks are used where torch has them. Everything else replaces an attribute of a *class* or *module* (never of an
+Official hooks are used where torch has them (those around a step: `stephooks`). Everything else replaces an attribute of a *class* or *module* (never of an
 instance, where schedulers and wrappers would bypass or break it) and is put back exactly as it was. A replacement calls
 the original with the same arguments, tells the listeners before and after, and lets every exception of the original pass.
 """
@@ -11,14 +11,14 @@ import functools
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from stepscope.watch.stephooks import StepHooks
 
 Original = Callable[..., Any]
 
@@ -52,6 +52,9 @@ def passed_by(function: Original) -> Original:
     """Let a warning of torch's name the line of the script that called it, as it does without us, and not our own."""
     function.__code__ = function.__code__.replace(co_filename=_PASSED_BY)
     return function
+
+
+_step_hooks = StepHooks(tell)
 
 
 def around(name: str) -> Callable[[Original], Original]:
@@ -280,58 +283,13 @@ def _install() -> None:
         if owner is not None and hasattr(owner, patch.attribute):
             _replace(owner, patch.attribute, patch.make)
     _patch_schedulers(LRScheduler)
-    handles = [register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)]
-    _undo.extend(handle.remove for handle in handles)
-
-
-_innermost: dict[str, weakref.WeakKeyDictionary[Any, Any]] = {
-    "pre": weakref.WeakKeyDictionary(),
-    "post": weakref.WeakKeyDictionary(),
-}
-"""Hooks on single optimizers that have hooks of their own: nearest to the step, inside of those."""
-
-
-def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Torch's global hooks enclose an optimizer's own. What those do to gradients is part of what the step uses."""
-    if optimizer._optimizer_step_post_hooks:
-        _place(optimizer, "post", _tell_after_step)
-    if not (optimizer._optimizer_step_pre_hooks and _place(optimizer, "pre", _tell_before_step)):
-        _tell_before_step(optimizer, args, kwargs)
-
-
-def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if optimizer not in _innermost["post"]:
-        _tell_after_step(optimizer, args, kwargs)
-
-
-def _tell_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    tell("before_step", optimizer, args, kwargs)
-
-
-def _tell_after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    tell("after_step", optimizer, args, kwargs)
-
-
-def _place(optimizer: Any, when: str, hook: Callable[..., None]) -> bool:
-    """Put our hook last before the step, or first after it. False where an optimizer of another make does not let us."""
-    try:
-        handle = _innermost[when].get(optimizer)
-        if handle is None:
-            register = optimizer.register_step_pre_hook if when == "pre" else optimizer.register_step_post_hook
-            handle = _innermost[when][optimizer] = register(hook)
-            _undo.append(handle.remove)
-        hooks = optimizer._optimizer_step_pre_hooks if when == "pre" else optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(handle.id, last=when == "pre")
-    except (AttributeError, KeyError, TypeError):
-        return False
-    return True
+    _step_hooks.install()
+    _undo.append(_step_hooks.remove)
 
 
 def _remove() -> None:
     while _undo:
         _undo.pop()()
-    for placed in _innermost.values():
-        placed.clear()
 
 
 def _resolve(path: str) -> Any:
