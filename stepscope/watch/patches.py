@@ -1,8 +1,9 @@
 """Every patch and global hook, in one table: what is replaced, why, and by what; installed and removed as one.
 
-Official hooks are used where torch has them (those around a step: `stephooks`). Everything else replaces an attribute of a *class* or *module* (never of an
-instance, where schedulers and wrappers would bypass or break it) and is put back exactly as it was. A replacement calls
-the original with the same arguments, tells the listeners before and after, and lets every exception of the original pass.
+Official hooks are used where torch has them (those around a step are in `stephooks`). Everything else replaces an attribute
+of a *class* or *module* (never of an instance, where schedulers and wrappers would bypass or break it) and is put back exactly
+as it was. A replacement calls the original with the same arguments, tells the listeners before and after, and lets every
+exception of the original pass.
 """
 
 from __future__ import annotations
