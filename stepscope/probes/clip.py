@@ -85,7 +85,7 @@ class Clip(Probe):
         self._note_norm(row, call)
 
     def _measured(self, row: Row, call: events.ClipCall) -> None:
-        """A clip without a limit, before the step or after it."""
+        """A clip without a limit tells the norm of what the step will use; after the step it tells nothing of that."""
         if row.attempted:
             return
         row.cells.setdefault("clip_max_norm", call.max_norm)

@@ -47,7 +47,7 @@ class StepHooks:
             self._before(optimizer, args, kwargs)
 
     def _leave(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if optimizer not in self._inner["post"]:
+        if not self._inner["post"] or optimizer not in self._inner["post"]:
             self._after(optimizer, args, kwargs)
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
